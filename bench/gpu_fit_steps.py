@@ -73,7 +73,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     handle = register_optimizer_step_post_hook(steps)
     gpu_turns.share_from_first_use()
     try:
-        with plan_in_effect(load_plan(options.plan), options.program, notes.append):
+        plan = load_plan(options.plan)
+        with plan_in_effect(plan, options.program, lambda _, text: notes.append(text)):
             run_program("script", name, tuple(arguments))
     except _Enough:
         return {**steps.found(), "notes": notes}

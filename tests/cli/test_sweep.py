@@ -160,7 +160,7 @@ class _Fitting(Recorded):
             fits=fits,
             before=answer,
             after=answer,
-            least_card_bytes=None,
+            least_card_bytes=None if fits else (90 << 20) + 1,
             step_seconds=None,
             added_seconds=0.5,
             added_fraction=0.5,
@@ -195,7 +195,8 @@ def test_those_that_do_not_fit_are_fitted(
     planned = rows["70MiB"]
     assert planned["high_bytes"] == 60 << 20 and planned["added_fraction"] == 0.5
     assert Path(planned["plan"]).read_bytes() == b"a plan"
-    assert rows["66MiB"]["reason"] == "no plan makes it fit" and rows["66MiB"]["plan"] is None
+    assert rows["66MiB"]["reason"] == "no plan makes it fit; a card of 91 MiB would do"
+    assert rows["66MiB"]["plan"] is None
     ours = executor.words[0]
     assert ours[:3] == ["memplan", "fit", "--json"] and ours[ours.index("--steps") + 1] == "4"
     assert ours[ours.index("--rank") + 1] == "0"

@@ -312,6 +312,27 @@ def test_early_updates_that_fail_are_left_out(program: ScriptTarget) -> None:
         assert any(said in note for note in answer.notes)
 
 
+def test_why_a_capture_has_no_early_updates_is_said(program: ScriptTarget) -> None:
+    chain = job("13GiB", weight=128 * MIB, clips=False)
+
+    def capture(
+        program: ScriptTarget,
+        plan: Plan | None = None,
+        *,
+        quiet: bool = False,
+        steps: int | None = None,
+    ) -> Captured:
+        if plan is None or plan.order is None:
+            return chain(program, plan, quiet=quiet)
+        plain = chain(program, quiet=quiet)
+        unmet = {"order": "In its own words.", "state": "Of another part."}
+        meta = msgspec.structs.replace(plain.trace.meta, unmet=unmet)
+        return replace(plain, trace=replace(plain.trace, meta=meta))
+
+    answer = fit(program, chain.profile, capture, Greedy()).answer
+    assert "In its own words." in answer.notes and "Of another part." not in answer.notes
+
+
 def test_recomputation_that_fails_is_left_out(program: ScriptTarget) -> None:
     chain = job("2600MiB")
 
@@ -329,6 +350,17 @@ def test_recomputation_that_fails_is_left_out(program: ScriptTarget) -> None:
     answer = fit(program, chain.profile, capture, Greedy()).answer
     assert not answer.fits and answer.changes[0].kind == "batch_size"
     assert "With recomputation, the script fails: it fails." in answer.notes
+
+
+def test_what_is_kept_for_a_second_derivative_is_said(
+    program: ScriptTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memplan.fit.flow.differentiated_bytes", lambda trace: 3 * MIB)
+    said = [
+        any(note.startswith("3 MiB that autograd keeps") for note in run(program, one).answer.notes)
+        for one in (job("1250MiB"), job("13GiB"))
+    ]
+    assert said == [True, False]
 
 
 def lines(answer: Fit) -> str:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from memplan.phases import find_steps, plain_peak, step_graph, step_graphs
-from memplan.phases.passes import passes_overlap
+from memplan.phases.passes import differentiated_bytes, passes_overlap
 from memplan.phases.roots import root_names
 from memplan.phases.step_graph import alive_rows
 from memplan.recompute.evaluate import Evaluator
@@ -443,4 +443,21 @@ def test_passes_that_overlap() -> None:
     graph = step_graph(overlapping)
     assert (graph.passes, graph.others) == (4, 1)
     assert graph.values.droppable.any()
-    assert not passes_overlap(record(training(mlp, (512, 64), micro_batches=3)))
+    accumulating = record(training(mlp, (512, 64), micro_batches=3))
+    assert not passes_overlap(accumulating)
+    assert not any(map(differentiated_bytes, (overlapping, accumulating)))
+
+
+def test_a_gradient_that_is_differentiated() -> None:
+    def job() -> None:
+        model = nn.Sequential(nn.Linear(64, 256), nn.Sigmoid(), nn.Linear(256, 1)).to("cuda")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(4):
+            x = torch.randn(512, 64, device="cuda", requires_grad=True)
+            [slope] = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            (model(x).mean() + slope.square().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    # What the sigmoid gives, at the least, for the gradient of its own and for that of this one.
+    assert differentiated_bytes(record(job)) >= 512 * 256 * 4

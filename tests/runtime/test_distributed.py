@@ -24,6 +24,7 @@ from tests.runtime.two_ranks import KINDS, found_by, parallel, run, seed_batches
 OPS = ["native_layer_norm", "addmm", "gelu", "mm", "view"]
 PLACES = [OpOutput(f"aten.{op}.default", nth) for op in OPS for nth in range(8)]
 GELUS = [place for place in PLACES if "gelu" in place.op]
+NORMS = [place for place in PLACES if "norm" in place.op]
 OTHERS = [place for place in PLACES if "gelu" not in place.op]
 
 
@@ -34,6 +35,8 @@ def offload(values: list[OpOutput]) -> OffloadPart:
 WAYS: dict[str, tuple[RecomputePart | None, OffloadPart]] = {
     "offload": (None, offload(PLACES)),
     "both": (RecomputePart(groups=[RecomputeGroup("gelu", GELUS)]), offload(OTHERS)),
+    # FSDP2 has gathered the weights of one block at a time.
+    "across blocks": (RecomputePart(groups=[RecomputeGroup("norms", NORMS)]), offload(GELUS)),
 }
 
 
@@ -138,8 +141,8 @@ def test_the_same_bits(kind: str, way: str, found: list[dict[str, Any]]) -> None
     for of_rank in found:
         same, sent, recomputed = of_rank[f"{kind}: {way}"]
         assert same
-        assert sent > 6 * 3  # in each of six passes
-        assert bool(recomputed) == (way == "both")
+        assert sent >= 6 * 3  # in each of six passes
+        assert bool(recomputed) == (way != "offload")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -365,7 +365,7 @@ def test_a_host_with_too_little_is_told_before_the_job(monkeypatch: pytest.Monke
     monkeypatch.setattr(host_buffers, "available_bytes", lambda: 1 << 30)
     said: list[str] = []
     plan = Plan(frozen=FrozenPart(share=1.0, ahead_bytes=0, host_bytes=3 << 30))
-    with plan_in_effect(plan, [], said.append):
+    with plan_in_effect(plan, [], lambda _, text: said.append(text)):
         assert said == [
             "frozen weights stay on the card: the plan needs 3.0 GiB of the host's memory, and "
             "1.0 GiB are left"

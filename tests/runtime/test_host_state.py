@@ -227,7 +227,7 @@ def test_plain_steps_afterwards_have_it_on_the_card() -> None:
             state = optimizer.state[model.weight]
             devices.append({state[name].device.type for name in ("exp_avg", "exp_avg_sq")})
 
-        with plan_in_effect(Plan(state=StatePart(share=1.0)), [], lambda _text: None):
+        with plan_in_effect(Plan(state=StatePart(share=1.0)), [], lambda _part, _text: None):
             step()
         step()
 
@@ -247,7 +247,9 @@ def test_a_capture_has_the_state_in_page_locked_memory_of_the_host() -> None:
             optimizer.zero_grad()
 
     def planned() -> None:
-        with plan_in_effect(Plan(state=StatePart(share=1.0)), [], notes.append):
+        with plan_in_effect(
+            Plan(state=StatePart(share=1.0)), [], lambda _, text: notes.append(text)
+        ):
             job()
 
     plain = bytes_of(record(job), Role.OPTIMIZER_STATE)

@@ -80,14 +80,28 @@ def test_an_error_that_forward_handles() -> None:
     check(Job(Tries, step))
 
 
-def test_an_error_while_recomputing_says_what_was_recomputed() -> None:
+def test_an_input_whose_memory_was_released_is_named() -> None:
     def spoiled(model: Any) -> list[Any]:
         loss = model(torch.randn(6, 8)).square().mean()
         model.first.bias.untyped_storage().resize_(0)
         loss.backward()
         return []
 
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(RecomputeError, match=r"group 0: .* of shape \[8\], has no memory"):
+        outcome(Job(Net, spoiled), everything(Job(Net, step)))
+    assert nothing_left()
+
+
+def test_an_error_while_recomputing_says_what_was_recomputed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def spoiled(model: Any) -> list[Any]:
+        loss = model(torch.randn(6, 8)).square().mean()
+        monkeypatch.delattr("memplan.runtime.tape.replay._thaw")
+        loss.backward()
+        return []
+
+    with pytest.raises(NameError) as raised:
         outcome(Job(Net, spoiled), everything(Job(Net, step)))
     assert "recomputing group 0 for the backward pass" in raised.value.__notes__[0]
     assert "aten.addmm.default (number 1 of its kind)" in raised.value.__notes__[0]

@@ -306,10 +306,10 @@ def test_a_host_with_too_little_is_told_so_before_the_first_step(
     part = OffloadPart(values=sigmoids(), out_bytes=0, ahead_bytes=0, host_bytes=3 << 30)
     notes: list[str] = []
     monkeypatch.setattr(host_buffers, "available_bytes", lambda: 5 << 30)
-    with plan_in_effect(Plan(offload=part), [], notes.append):
+    with plan_in_effect(Plan(offload=part), [], lambda _, text: notes.append(text)):
         assert notes == []
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with plan_in_effect(Plan(offload=part), [], notes.append):
+    with plan_in_effect(Plan(offload=part), [], lambda _, text: notes.append(text)):
         steps(Chain(), torch.randn(ROWS, WIDTH))
     assert notes == [
         "nothing is offloaded: the plan needs 3.0 GiB of the host's memory for each of its 2 "

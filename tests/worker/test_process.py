@@ -16,6 +16,7 @@ import pytest
 
 from memplan.capturing.options import CaptureOptions, ScriptTarget
 from memplan.types.device import find_profile
+from memplan.types.plan import OrderPart, Plan
 from memplan.types.trace_file import load_trace
 from memplan.worker.failure import CaptureFailedError
 from memplan.worker.process import WorkerProcess, outcome_of_process
@@ -50,7 +51,9 @@ def asked(folder: Path, script: str) -> CaptureRequest:
 
 
 def test_request_in_trace_and_outcome_out(tmp_path: Path) -> None:
-    request, trace = asked(tmp_path, TRAINS), tmp_path / "job.trace"
+    plan = Plan(order=OrderPart(parameters=2, gradient_bytes=0, from_first=False))
+    request = msgspec.structs.replace(asked(tmp_path, TRAINS), plan=plan)
+    trace = tmp_path / "job.trace"
     done = subprocess.run(
         [sys.executable, "-m", "memplan.worker", str(trace)],
         input=request.encoded(),
@@ -61,7 +64,10 @@ def test_request_in_trace_and_outcome_out(tmp_path: Path) -> None:
     said = done.stderr.decode()
     assert f"stdin '' {[request.program.name, '--lr', '3 4']}" in said
     assert "printed at the end" in said
-    assert load_trace(trace).meta.command == [request.program.name, "--lr", "3 4"]
+    meta = load_trace(trace).meta
+    assert meta.command == [request.program.name, "--lr", "3 4"]
+    assert list(meta.unmet) == ["order"] and meta.notes[-1] == meta.unmet["order"]
+    assert meta.notes[-1].endswith("gradients are kept from one backward pass to the next")
 
 
 def test_one_that_waited_captures_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     command, program = program.command, program.with_arguments(plan)
     with finished(finish, also_by_signal=files.any or args.watch), watch:
         try:
-            with plan_in_effect(plan, command, files.say) as files.in_effect:
+            with plan_in_effect(plan, command, lambda _, text: files.say(text)) as files.in_effect:
                 run_program(program.kind, program.name, program.argv)
         except SystemExit as stop:
             return _exit_code(stop)

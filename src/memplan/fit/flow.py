@@ -30,10 +30,12 @@ from memplan.fit.regions import RegionSearch
 from memplan.fit.search import Progress, Search
 from memplan.fit.state import Job, MoreNodes, State, first_state
 from memplan.phases import step_graph
-from memplan.phases.passes import passes_overlap
+from memplan.phases.passes import differentiated_bytes, passes_overlap
+from memplan.report.text import format_bytes
 from memplan.types.device import DeviceProfile
 from memplan.types.errors import NoAnswerError, UsageError
 from memplan.types.plan import Plan
+from memplan.types.trace import Trace
 from memplan.worker.captures import CaptureProgram
 from memplan.worker.failure import CaptureFailedError
 
@@ -313,12 +315,11 @@ class _Finder:
         def ahead(added: float) -> list[Callable[[State], State]]:
             return [one.apply for one in left if one.least(base) < added]
 
-        if any(graph.values.droppable.any() for graph in planner.graphs):
-            chosen = planner.search(ahead) or planner.lowest()
-        else:
-            chosen = None
-            if passes_overlap(base.captured.trace) and _PIPELINED not in self.notes:
-                self.notes.append(_PIPELINED)
+        droppable = any(graph.values.droppable.any() for graph in planner.graphs)
+        chosen = (planner.search(ahead) or planner.lowest()) if droppable else None
+        if chosen is None or not chosen.state.fits:
+            said = _why_kept(base.captured.trace, droppable)
+            self.notes += [said] if said and said not in self.notes else []
         return _Route(base, self._placed(chosen.state) if chosen else base, planner)
 
     def _capture_rows(self) -> None:
@@ -346,6 +347,16 @@ class _Finder:
         return end.fits and end.added_seconds <= min(worth, self._limits.most) * (
             self.plain_seconds or 0.0
         )
+
+
+def _why_kept(trace: Trace, droppable: bool) -> str:
+    """What keeps values on the card that no plan drops; empty where it is nothing known."""
+    if nbytes := differentiated_bytes(trace):
+        return (
+            f"{format_bytes(nbytes)} that autograd keeps for gradients that are differentiated "
+            "themselves (create_graph=True) are neither recomputed nor sent to the host."
+        )
+    return "" if droppable or not passes_overlap(trace) else _PIPELINED
 
 
 def _not_allowed(limits: Limits) -> list[str]:

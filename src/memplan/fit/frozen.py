@@ -88,7 +88,6 @@ def _tried(state: State, share: float, ahead: int) -> State:
         lever,
         {"frozen": FrozenPart(share=share, ahead_bytes=ahead)},
         fails="Frozen weights stay on the card",
-        said="frozen weights",
     )
     return after if after.plan.frozen is None else after.with_parts(frozen=part(after))
 

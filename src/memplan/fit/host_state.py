@@ -65,7 +65,6 @@ def _tried(state: State, total: int, share: float) -> State:
         lever,
         {"state": StatePart(share=share)},
         fails="Optimizer state stays on the card",
-        said="an optimizer's",
     )
     return after if after.plan.state is None else after.with_parts(state=part(after))
 

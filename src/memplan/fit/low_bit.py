@@ -39,9 +39,7 @@ def with_low_bit_state(state: State) -> State:
             bound="compute",
         )
 
-    after = state.with_tried(
-        lever, {"low_bit": LowBitPart()}, fails=_FAILS, said="an optimizer's state is not in 8 bits"
-    )
+    after = state.with_tried(lever, {"low_bit": LowBitPart()}, fails=_FAILS)
     if after.plan.low_bit is None:
         return after
     part = LowBitPart(

@@ -36,5 +36,4 @@ def with_optimizer_in_backward(state: State) -> State:
         # Something may use a gradient in the first step only.
         {"order": msgspec.structs.replace(part, from_first=False)},
         fails="Weights are not updated in the backward pass",
-        said="weights are",
     )

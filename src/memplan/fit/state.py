@@ -112,14 +112,14 @@ class State:
         return replace(self, plan=plan, captured=captured, verdict=verdict)
 
     def with_tried(
-        self, lever: Callable[[State], Lever], *parts: dict[str, Any], fails: str, said: str = ""
+        self, lever: Callable[[State], Lever], *parts: dict[str, Any], fails: str
     ) -> State:
         """The job captured again with these parts of a plan, the first that the script does not
         fail with, where they lower the high bound by 1 % or more; `lever`: what they do, but for
         the bytes saved.
 
-        As it is where not: with `fails` where the script fails with each, and with what the capture
-        says of it, in a note that begins with `said`.
+        As it is where not: with `fails` where the script fails with each, else with what the
+        capture says of these parts.
         """
         for one in parts:
             with suppress(CaptureFailedError):
@@ -128,8 +128,8 @@ class State:
         else:
             return self.with_note(f"{fails}: the script fails with it.")
         if not lowers(self.verdict, after.verdict):
-            notes = after.captured.estimate.notes
-            return self.with_note(next((n for n in notes if said and n.startswith(said)), ""))
+            unmet = after.captured.trace.meta.unmet
+            return self.with_note(*(unmet.get(name, "") for name in one))
         saved = self.verdict.estimate.high_bytes - after.verdict.estimate.high_bytes
         return after.with_lever(msgspec.structs.replace(lever(after), saved_bytes=saved))
 

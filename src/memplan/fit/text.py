@@ -98,16 +98,21 @@ def _verdict(answer: Fit) -> str:
     peak, more = peak_text(answer.after), percent(answer.added_fraction)
     if answer.fits:
         return f"fits with a plan: {peak}, {more} time{so_far}"
-    # Rounded up, for it has to do, and as fine as to differ from the card that is too small.
-    card = f"{math.ceil((answer.least_card_bytes or 0) / MIB)} MiB"
+    card = least_card_text(answer)
     if answer.after.fits and answer.at_most is not None:
         limit = percent(answer.at_most)
         return f"does not fit within {limit} time, needs {more}: {peak}; {card} would do{so_far}"
     tried = ", ".join(answer.levers_tried)
     if (answer.least_card_bytes or 0) < answer.after.peak_bytes:  # captured with room to spare
-        return f"does not fit: a card of {card} would do, by {tried}; with more room {peak}{so_far}"
+        return f"does not fit: {card} would do, by {tried}; with more room {peak}{so_far}"
     least = "least possible" if answer.complete else "least found"
-    return f"does not fit: {least} {peak} by {tried}; a card of {card} would do{so_far}"
+    return f"does not fit: {least} {peak} by {tried}; {card} would do{so_far}"
+
+
+def least_card_text(answer: Fit) -> str:
+    """`a card of 862 MiB`: rounded up, for it has to do, and as fine as to differ from the card
+    that is too small."""
+    return f"a card of {math.ceil((answer.least_card_bytes or 0) / MIB)} MiB"
 
 
 def _waiting(answer: Fit) -> str:

@@ -50,7 +50,7 @@ class _Step:
         self._trace = trace
         numbers = np.maximum.accumulate(trace.ops.step)
         first, last = np.searchsorted(numbers, [step, step + 1]).tolist()
-        self._first = first
+        self._first, self._rows = first, (first, last)
         self._phase = trace.ops.phase[first:last]
         self._row, self._storage = _uses(trace, first, last)
         self._events = slice(start, stop)
@@ -67,20 +67,40 @@ class _Step:
         self._passes[working] = np.cumsum(begins) * backward[working]
 
     def judged(self) -> UpdatesInBackward:
-        if not len(self._made):
-            return UpdatesInBackward("no gradients are made in a step")
-        reason = self._accumulates() or self._used_elsewhere() or self._weights_used()
+        checks = (
+            self._steps_apart,
+            self._keeps,
+            self._makes_none,
+            self._accumulates,
+            self._used_elsewhere,
+            self._weights_used,
+        )
+        reason = next(filter(None, (check() for check in checks)), "")
         total = int(storage_bytes(self._trace)[self._made].sum())
         return UpdatesInBackward(reason, len(self._made), total)
 
-    def _accumulates(self) -> str:
-        passes = self._passes_with_gradients()
-        if len(passes) > 1:
-            return f"gradients are accumulated over {len(passes)} backward passes"
+    def _keeps(self) -> str:
         kept = self._is_gradient[self._storage] & ~np.isin(self._storage, self._made)
         if (kept & (self._phase == Phase.BACKWARD)[self._row]).any():
             return "gradients are kept from step to step"
         return ""
+
+    def _makes_none(self) -> str:
+        return "" if len(self._made) else "no gradients are made in a step"
+
+    def _steps_apart(self) -> str:
+        """Several optimizers, each after a backward pass of its own or in other steps only."""
+        passes = np.flatnonzero(np.isin(self._passes, self._passes_with_gradients()))
+        stepped = np.flatnonzero(self._phase == Phase.OPTIMIZER)
+        here = len(passes) and len(stepped) and stepped[0] < passes[-1]
+        if here or len(_updated(self._trace, *self._rows)) < len(_updated(self._trace)):
+            return "optimizers do not step together"
+        return ""
+
+    def _accumulates(self) -> str:
+        passes = self._passes_with_gradients()
+        several = len(passes) > 1
+        return f"gradients are accumulated over {len(passes)} backward passes" if several else ""
 
     def _passes_with_gradients(self) -> I64:
         """Others are a script's own, of `torch.autograd.grad` or `torch.func`."""
@@ -163,6 +183,15 @@ def _released_by(trace: Trace, at: I64, dropped: Bools) -> Trace:
         host=replace(trace.host, event=np.searchsorted(key, trace.host.event).astype(np.int64)),
         _cache={},
     )
+
+
+def _updated(trace: Trace, first: int = 0, last: int | None = None) -> I64:
+    """Parameters that the optimizer writes in operators `[first, last)`."""
+    ops = trace.ops
+    writes = ops.writes[ops.writes_start[first] : ops.writes_start[-1 if last is None else last]]
+    counts = np.diff(ops.writes_start[first : None if last is None else last + 1])
+    stepping = np.repeat(ops.phase[first:last] == Phase.OPTIMIZER, counts)
+    return np.unique(writes[stepping & (trace.storages.role[writes] == Role.PARAMETER)])
 
 
 @dataclass(frozen=True)

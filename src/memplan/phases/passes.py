@@ -9,7 +9,7 @@ import numpy as np
 from memplan.phases.steps import StepTable, find_steps
 from memplan.types.errors import NoAnswerError, UsageError
 from memplan.types.step_graph import Bools
-from memplan.types.trace import I32, I64, EventKind, Phase, Trace
+from memplan.types.trace import I32, I64, EventKind, Phase, Role, Trace
 
 AGAIN = -2
 """`Ops.call` of what backward runs with gradients."""
@@ -151,6 +151,24 @@ def passes_overlap(trace: Trace, step: int | None = None) -> bool:
         own += int(size[gone[gone < one.last_event]].sum())
         later += int(size[gone[gone >= one.last_event]].sum())
     return later > own
+
+
+def differentiated_bytes(trace: Trace, step: int | None = None) -> int:
+    """Bytes that a step's passes make and a later pass's backward lets go of, most at once, where
+    backward makes some of them, as with `create_graph=True`. 0 where no gradient is differentiated.
+
+    Raises as `step_passes`.
+    """
+    events, found, most = trace.events, step_passes(trace, step), 0
+    for one in found.passes[1:]:
+        backward = int(trace.ops.event[one.backward])
+        gone = events.storage[_of_kind(trace, EventKind.FREE, backward, one.last_event)]
+        made = _of_kind(trace, EventKind.ALLOC, found.passes[0].first_event, one.first_event)
+        is_gradient = trace.storages.role[events.storage[made]] == Role.GRADIENT
+        kept = made[np.isin(events.storage[made], gone) & ~is_gradient]
+        if (events.phase[kept] == Phase.BACKWARD).any():
+            most = max(most, int(events.bytes[kept].sum()))
+    return most
 
 
 def _of_kind(trace: Trace, kind: EventKind, start: int, stop: int) -> I64:

@@ -25,6 +25,7 @@ from memplan.runtime.tape import (
     decisions_by_call,
     hooks_are_refused,
 )
+from memplan.runtime.tape.settings import tensors_are_fake
 from memplan.types.plan import OffloadPart, RecomputePart
 
 _MOST_SURPRISES = 3
@@ -199,12 +200,17 @@ class _Calls:
         if self._on_note is not None and recording.found < decisions.moved:
             sends = " or offloads" if self._offload is not None else ""
             device = "" if self._on_cuda else " (The CPU's operators are not all those of a card.)"
-            self._on_note(
+            text = (
                 f"{recording.found} of the {decisions.moved} values that the plan drops{sends} "
-                "were met in this forward pass: was the plan made for other "
-                f"arguments?{device} This changes no number; the peak may be higher than the plan "
-                "promises. `memplan fit` makes a plan for this job"
+                "were met in this forward pass"
             )
+            if not tensors_are_fake():  # a capture has no numbers, and shows the peak itself
+                text += (
+                    f": was the plan made for other arguments?{device} This changes no number; the "
+                    "peak may be higher than the plan promises. `memplan fit` makes a plan for "
+                    "this job"
+                )
+            self._on_note(text)
 
     def note_unmet(self) -> None:
         """Say so where the job made none of the calls that the plan is about."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 from memplan.types.plan import CompiledRegion, Plan
 from memplan.types.run_outcome import EarlyUpdates
@@ -16,70 +17,71 @@ class InEffect:
 
     in_backward: EarlyUpdates | None = None
     """None where the plan has no part `order`."""
-    notes: list[str] = field(default_factory=list)
-    """What was said."""
 
 
 @contextmanager
 def plan_in_effect(
     plan: Plan,
     command: list[str],
-    on_note: Callable[[str], None],
+    on_note: Callable[[str, str], None],
     on_region: Callable[[CompiledRegion], None] | None = None,
 ) -> Iterator[InEffect]:
     """Every part but the allocation and the arguments, where the plan has them. `command`: the
-    program's name and arguments. `on_note` is told, in a sentence, what of the plan cannot be
-    followed; `on_region` what is done to each compiled graph."""
+    program's name and arguments. `on_note` is told the name of a part, and in a sentence what of it
+    cannot be followed; `on_region` what is done to each compiled graph."""
     found = InEffect()
-
-    def note(text: str) -> None:
-        found.notes.append(text)
-        on_note(text)
-
     same = plan.made_from.command == command
     if plan.arguments is not None and not same:
         changes = " ".join(f"{change.option} {change.value}" for change in plan.arguments.changes)
-        note(f"{changes} is not set: the plan was made for {' '.join(plan.made_from.command)}")
+        made_for = " ".join(plan.made_from.command)
+        on_note("arguments", f"{changes} is not set: the plan was made for {made_for}")
     with ExitStack() as stack:
         offload = plan.offload if plan.offload is not None and plan.offload.values else None
         if offload is not None and (reason := _too_little(offload.host_bytes)):
-            note(f"nothing is offloaded: {reason}")
+            on_note("offload", f"nothing is offloaded: {reason}")
             offload = None
         if (plan.recompute is not None and plan.recompute.groups) or offload is not None:
             from memplan.runtime.apply import AppliedEverywhere
 
-            stack.enter_context(AppliedEverywhere(plan.recompute, note, offload))
+            stack.enter_context(
+                AppliedEverywhere(plan.recompute, partial(on_note, "recompute"), offload)
+            )
         if plan.regions is not None:
             from memplan.runtime.graph.planned import PlannedRegions
 
-            stack.enter_context(PlannedRegions(plan.regions, note, on_region))
+            stack.enter_context(
+                PlannedRegions(plan.regions, partial(on_note, "regions"), on_region)
+            )
         if plan.loss is not None:
             from memplan.runtime.loss import ChunkedLoss
 
             stack.enter_context(ChunkedLoss(plan.loss))
         if plan.frozen is not None:
             if reason := _too_little(plan.frozen.host_bytes):
-                note(f"frozen weights stay on the card: {reason}")
+                on_note("frozen", f"frozen weights stay on the card: {reason}")
             else:
                 from memplan.runtime.frozen import FrozenWeights
 
-                stack.enter_context(FrozenWeights(plan.frozen, note))
+                stack.enter_context(FrozenWeights(plan.frozen, partial(on_note, "frozen")))
         if plan.order is not None:  # told of a step before those who update parameters there
             from memplan.runtime.optimizer_in_backward import OptimizerInBackward
 
             in_backward = OptimizerInBackward(
-                plan.order, note, same_job=same, exact=plan.low_bit is None
+                plan.order,
+                partial(on_note, "order"),
+                same_job=same,
+                exact=plan.low_bit is None,
             )
             found.in_backward = in_backward.account
             stack.enter_context(in_backward)
         if plan.low_bit is not None:
             from memplan.runtime.low_bit import LowBit
 
-            stack.enter_context(LowBit(note))
+            stack.enter_context(LowBit(partial(on_note, "low_bit")))
         if plan.state is not None:
             from memplan.runtime.host_state import HostState
 
-            stack.enter_context(HostState(plan.state, note))
+            stack.enter_context(HostState(plan.state, partial(on_note, "state")))
         yield found
 
 

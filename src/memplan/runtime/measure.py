@@ -69,7 +69,7 @@ def _run(options: argparse.Namespace) -> str:
     name, *rest = options.program
     plan = load_plan(options.plan) if options.plan else Plan()
     try:
-        with plan_in_effect(plan, options.program, lambda _text: None):
+        with plan_in_effect(plan, options.program, lambda _part, _text: None):
             run_program("module" if options.m else "script", name, tuple(rest))
     except _Enough:
         return ""

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from memplan import __version__
+from memplan.fit.text import least_card_text
 from memplan.sweep.answer import Kept, Status
 from memplan.sweep.execute import Executor, StoppedError, capture, fit
 from memplan.sweep.store import Store
@@ -179,9 +180,10 @@ class _Answers:
         self.captures += 1
         found = fit(self._executor, [*rank, *cell.fit_words], plan)
         if not found.fits or found.after is None:
-            return Kept(
-                status="too_large", fits=False, before=before, reason="no plan makes it fit"
-            )
+            reason = "no plan makes it fit"
+            if found.least_card_bytes:
+                reason += f"; {least_card_text(found)} would do"
+            return Kept(status="too_large", fits=False, before=before, reason=reason)
         return Kept(
             status="fits_with_plan",
             fits=True,

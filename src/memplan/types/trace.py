@@ -250,6 +250,8 @@ class TraceMeta(msgspec.Struct, kw_only=True):
     engines: list[Engine] = []
     regions: list[CompiledRegion] = []
     """What the plan in effect recomputed in each compiled graph."""
+    unmet: dict[str, str] = {}
+    """For each part of that plan that could not be followed, the first of `notes` about it."""
     notes: list[str] = []
 
 

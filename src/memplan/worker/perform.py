@@ -27,7 +27,7 @@ def perform(request: CaptureRequest, only_writes: tuple[Path, ...] | None = None
     """
     target, plan, environment = request.target, request.plan, request.options.environment
     extend_path(environment)
-    said: list[str] = []
+    said: list[tuple[str, str]] = []
     regions: list[CompiledRegion] = []
     with stdout_to_stderr(), progress_line() as progress:
         progress("starting PyTorch")
@@ -37,7 +37,9 @@ def perform(request: CaptureRequest, only_writes: tuple[Path, ...] | None = None
         if plan is not None:
             from memplan.runtime.in_effect import plan_in_effect
 
-            in_effect = plan_in_effect(plan, target.command, said.append, regions.append)
+            in_effect = plan_in_effect(
+                plan, target.command, lambda *note: said.append(note), regions.append
+            )
             target = target.with_arguments(plan)
         trace = capture_script(target, request.options, in_effect, only_writes=only_writes)
     inherited = conf_in(os.environ | environment)
@@ -46,7 +48,8 @@ def perform(request: CaptureRequest, only_writes: tuple[Path, ...] | None = None
     meta = msgspec.structs.replace(
         trace.meta,
         alloc_conf=merged(conf, request.alloc_conf),
-        notes=[*trace.meta.notes, *dict.fromkeys(said)],
+        notes=[*trace.meta.notes, *dict.fromkeys(text for _, text in said)],
+        unmet=dict(reversed(said)),
         regions=regions,
     )
     return replace(trace, meta=meta)

@@ -46,6 +46,7 @@ from memplan.runtime.optimizer_in_backward.watched import (
     leave_idle,
     unseen,
 )
+from memplan.runtime.tape.settings import tensors_are_fake
 from memplan.types.plan import OrderPart
 from memplan.types.run_outcome import EarlyUpdates
 
@@ -135,10 +136,10 @@ class OptimizerInBackward:
         self._stop()
         self.account.ended = reason
         if self._on_note is not None:
-            self._on_note(
-                f"weights are updated by the optimizer's step, as without a plan: {reason}. "
-                f"{self._numbers}; the peak may be higher than the plan promises"
-            )
+            text = f"weights are updated by the optimizer's step, as without a plan: {reason}"
+            if not tensors_are_fake():  # a capture has no numbers, and shows the peak itself
+                text += f". {self._numbers}; the peak may be higher than the plan promises"
+            self._on_note(text)
 
     # Optimizers that are made or changed
 

@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 import torch
 
-from memplan.runtime.tape.replay import recompute
+from memplan.runtime.tape.replay import EmptiedError, recompute
 from memplan.runtime.tape.values import View, version_of
 from memplan.types.errors import RecomputeError
 
@@ -51,7 +51,10 @@ class Group:
         with _one_at_a_time:
             if value.base is None:
                 waiting = {other.view.value for other in self.handles}
-                recompute(self.name, [v for v in waiting if v.base is None])
+                try:
+                    recompute(self.name, [v for v in waiting if v.base is None])
+                except EmptiedError:  # of another value, it may be
+                    recompute(self.name, [value])
                 for other in list(self.handles):
                     self._check(other)
         base = value.base

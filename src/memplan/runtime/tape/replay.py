@@ -19,6 +19,11 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C
 )
 
 
+class EmptiedError(RecomputeError):
+    """Memory of an input was released, and the tensor kept: FSDP2 does so with gathered weights
+    until the backward of their own module."""
+
+
 def recompute(group: str, targets: list[Value]) -> None:
     """Make `targets` available by replaying what leads to them from available values.
 
@@ -27,7 +32,8 @@ def recompute(group: str, targets: list[Value]) -> None:
     deterministic. What is only needed on the way is freed after its last use. Errors of an op pass
     through with a note that says what was being recomputed.
 
-    Raises RecomputeError where an input was modified in place since.
+    Raises EmptiedError where an input's memory was released since, and RecomputeError where it was
+    modified in place.
     """
     made = _needed(group, targets)
     records = sorted(made, key=lambda record: record.number)
@@ -68,6 +74,13 @@ def _needed(group: str, targets: list[Value]) -> dict[OpRecord, list[Value]]:
                     "place after the forward pass",
                     "modify it before the forward pass or after backward",
                 )
+            if value.base is not None and _is_emptied(value.base):
+                raise EmptiedError(
+                    f"cannot recompute {group}: one of its inputs, of shape "
+                    f"{list(value.base.shape)}, has no memory at this time",
+                    "it is gathered for the backward pass of its own module only, as by FSDP2: run "
+                    "without the plan",
+                )
             continue
         record = value.producer
         if record is None:
@@ -78,6 +91,10 @@ def _needed(group: str, targets: list[Value]) -> dict[OpRecord, list[Value]]:
                 seen.add(item)
                 stack.append(item)
     return made
+
+
+def _is_emptied(base: torch.Tensor) -> bool:
+    return base.numel() > 0 and not base.untyped_storage().nbytes()
 
 
 def _last_uses(records: list[OpRecord]) -> dict[int, list[Value]]:
