@@ -92,9 +92,10 @@ class _Step:
         """Several optimizers, each after a backward pass of its own or in other steps only."""
         passes = np.flatnonzero(np.isin(self._passes, self._passes_with_gradients()))
         stepped = np.flatnonzero(self._phase == Phase.OPTIMIZER)
-        here = len(passes) and len(stepped) and stepped[0] < passes[-1]
-        if here or len(_updated(self._trace, *self._rows)) < len(_updated(self._trace)):
+        if len(passes) and len(stepped) and stepped[0] < passes[-1]:
             return "optimizers do not step together"
+        if len(_updated(self._trace, *self._rows)) < len(_updated(self._trace)):
+            return "some weights are updated in other steps only"
         return ""
 
     def _accumulates(self) -> str:
