@@ -56,7 +56,7 @@ NAMES: dict[str, tuple[str, ...]] = {
             autograd._engine_run_backward jit._builtins._get_builtin_table nn.Module._apply
             nn.attention._registry optim.optimizer._global_optimizer_post_hooks
             optim.optimizer._global_optimizer_pre_hooks
-        torch.nested._internal: nested_int.NestedIntNode
+        torch.nested._internal: nested_int.NestedIntNode sdpa
     """),
     "capturing/compiled": _names("""
         torch._C: . DisableTorchFunction DispatchKey.CompositeExplicitAutograd
