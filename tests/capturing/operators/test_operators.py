@@ -368,3 +368,15 @@ def test_losses_that_keep_the_memory_of_what_was_reduced(name: str) -> None:
         loss(torch.full((8, 4), 0.5, device="cuda"), torch.ones(8, 4, device="cuda"))
 
     assert sizes(record(job), op=name) == [held]
+
+
+def test_what_a_deprecated_function_does_is_named_by_the_line_that_calls_it() -> None:
+    def job() -> None:
+        weight = real(8)
+        weight.grad = torch.ones_like(weight)
+        nn.utils.clip_grad_norm([weight], 1.0)
+
+    files = {
+        event.source.rpartition("/")[2].partition(":")[0] for event in allocations(record(job))
+    }
+    assert files == {"test_operators.py"}
