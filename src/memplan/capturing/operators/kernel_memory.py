@@ -307,6 +307,7 @@ class KernelMemory:
         self, state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any
     ) -> None:
         jagged = func is aten._flash_attention_backward.default
+        several = jagged and args[6] is not None
         grad, query, key = (_heads_first(t) if jagged else t for t in args[:3])
         self.add(
             attention_scratch.flash_backward_scratch(
@@ -316,7 +317,7 @@ class KernelMemory:
                 deterministic=torch.are_deterministic_algorithms_enabled(),
                 sm_count=self.profile.sm_count,
                 grad_out_copied=not grad.transpose(1, 2).is_contiguous(),
-                sequences=args[6].numel() - 1 if jagged else 0,
+                sequences=args[6].numel() - 1 if several else 0,
             )
         )
 
@@ -347,7 +348,7 @@ class KernelMemory:
         self, state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any
     ) -> None:
         jagged = func is aten._efficient_attention_backward.default
-        lengths = jagged and args[6] is not None
+        several = jagged and args[6] is not None
         query, key, value = (_heads_first(t) if jagged else t for t in args[1:4])
         self.add(
             attention_scratch.efficient_backward_scratch(
@@ -357,7 +358,7 @@ class KernelMemory:
                 dtype_name(query),
                 self.profile.capability,
                 deterministic=torch.are_deterministic_algorithms_enabled(),
-                lengths=(args[6].numel() - 1, int(args[8]), int(args[9])) if lengths else None,
+                lengths=(args[6].numel() - 1, int(args[8]), int(args[9])) if several else None,
             )
         )
 

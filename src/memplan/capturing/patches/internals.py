@@ -65,10 +65,9 @@ NAMES: dict[str, tuple[str, ...]] = {
             eval_frame exc.BackendCompilerFailed exc.InternalTorchDynamoError output_graph
             trace_rules types.ConvertFrameReturn utils.counters variables variables.optimizer
             variables.torch
-        torch._inductor: async_compile codecache.PyCodeCache codegen.triton_split_scan compile_fx
-            config
-            fx_passes.joint_graph fx_passes.pad_mm graph ir runtime.hints scheduler
-            select_algorithm
+        torch._inductor: async_compile codecache.PyCodeCache codegen.triton_split_scan
+            compile_fx config fx_passes.joint_graph fx_passes.pad_mm graph ir runtime.hints
+            scheduler select_algorithm
         torch._functorch: config
         torch._subclasses.fake_tensor: FakeTensor FakeTensorMode
         torch._higher_order_ops: utils.registered_hop_fake_fns
