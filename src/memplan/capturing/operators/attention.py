@@ -70,14 +70,14 @@ class Attention:
         key: torch.Tensor,
         value: torch.Tensor,
         attn_mask: torch.Tensor | None,
-        dropout_p: float,
+        dropout: float,
         is_causal: bool,
         enable_gqa: bool,
     ) -> SDPBackend:
         """Stand-in for PyTorch's choice among the kernels for jagged nested tensors, which goes by
         an order of its own; what follows calls the kernel's operator with all rows."""
         choice = self.choose(
-            query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, DEFAULT_ORDER
+            query, key, value, attn_mask, dropout, is_causal, enable_gqa, DEFAULT_ORDER
         )
         self._count(query, choice)
         return _BACKENDS[choice.kernel]
