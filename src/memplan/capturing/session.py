@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch._subclasses import fake_tensor
+from torch.nested._internal import sdpa as nested_attention
 from torch.utils import _python_dispatch
 from torch.utils.data import dataloader
 
@@ -171,7 +172,7 @@ class CaptureSession:
             parameters.install(patches, self.state)
             if self.options.steps is not None or self.options.scan_seconds:
                 self._draws.install(patches, self.state)  # where the batches' order counts
-            lazy_modules.install(patches, self.state)
+            lazy_modules.install(patches)
             if self.method != "cuda":  # there the job's own processes run
                 self._distributed = Distributed(self.state, self.options, self._cuda)
                 self._distributed.install(stack, patches, watcher)
@@ -296,6 +297,7 @@ class CaptureSession:
         stack.callback(one_kernel.install()._destroy)
         stack.callback(operand_layout.install(patches)._destroy)
         self.state.handlers[aten.scaled_dot_product_attention.default] = attention.handler()
+        patches.set(nested_attention, "_select_sdp_backend", attention.select)
         memory = self._watch_kernels()
         recurrent = Recurrent(self.state, self.options.profile, memory)
         stack.callback(recurrent.install(patches)._destroy)

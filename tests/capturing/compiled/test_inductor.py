@@ -123,6 +123,19 @@ def test_cheap_operators_are_computed_again_in_the_backward_pass() -> None:
     assert not list(assumed(trace))
 
 
+def test_a_scan_over_a_long_row_is_compiled_without_triton() -> None:
+    """As of the documents' numbers in a mask; its blocks tell each other through a workspace."""
+
+    def job() -> None:
+        kept = torch.compile(lambda x: x.cumsum(0) * 2)(torch.ones(1 << 16, device="cuda"))
+        del kept
+
+    trace = record(job)
+    assert not list(assumed(trace))
+    blocks = (1 << 16) // 256
+    assert sizes(trace)[1:] == [FLOAT << 16, 8 * blocks]
+
+
 def test_cuda_graphs_live_in_a_pool_of_their_own() -> None:
     def job() -> None:
         model = Mlp().cuda()

@@ -58,11 +58,20 @@ def test_other_cards_of_the_machine_are_idle() -> None:
         assert used[0] == 0 < used[1]
 
 
+def test_what_the_card_would_measure_is_zero() -> None:
+    with CaptureSession(CaptureOptions(profile=CARD)):
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        assert pynvml.nvmlDeviceGetPowerUsage(handle) == 0
+        assert pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) == 0
+        assert pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU) == 0
+
+
 def test_what_it_cannot_tell_is_not_supported() -> None:
     with CaptureSession(CaptureOptions(profile=CARD)):
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByIndex(0)
         with pytest.raises(pynvml.NVMLError_NotSupported):
-            pynvml.nvmlDeviceGetFanSpeed(handle)
+            pynvml.nvmlDeviceGetBAR1MemoryInfo(handle)
         with pytest.raises(pynvml.NVMLError, match="Invalid Argument"):
             pynvml.nvmlDeviceGetHandleByIndex(1)

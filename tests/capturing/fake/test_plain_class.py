@@ -154,6 +154,15 @@ def test_a_tensor_that_outlives_its_capture_can_be_looked_at() -> None:
     repr(kept[0])
 
 
+def test_a_model_shared_between_processes() -> None:
+    """On a card all tensors are, and `share_memory` does nothing."""
+
+    def job() -> None:
+        assert nn.Linear(2, 2).share_memory().cuda().share_memory().weight.is_shared()
+
+    record(job)
+
+
 def test_a_parameter_made_anew_with_what_another_keeps() -> None:
     """As Accelerate's `init_empty_weights` does; attributes of the script's own are refused."""
     kinds: list[object] = []

@@ -133,9 +133,18 @@ def test_a_lazy_module_is_made_where_and_as_which_type_it_was_asked_for() -> Non
     assert bytes_of(record(job), Role.PARAMETER) == 3 * WEIGHT // 2
 
 
-def test_a_lazy_module_that_was_made_before_the_capture_has_its_own_data() -> None:
-    lazy, devices = nn.LazyLinear(WIDTH), list[torch.device]()
-    record(lambda: devices.append(lazy.weight.data.device))
+def test_lazy_modules_that_were_made_before_the_capture_or_load_weights() -> None:
+    earlier, devices = nn.LazyLinear(WIDTH, bias=False), list[torch.device]()
+
+    def job() -> None:
+        devices.append(earlier.weight.data.device)
+        loading = nn.LazyLinear(WIDTH, bias=False).cuda()
+        loading.load_state_dict(nn.Linear(WIDTH, WIDTH, bias=False).state_dict())
+        trained(
+            nn.Sequential(earlier.cuda(), loading), lambda: torch.randn(8, WIDTH, device="cuda")
+        )
+
+    assert bytes_of(record(job), Role.PARAMETER) == 2 * WEIGHT
     assert devices == [torch.device("cpu")]
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from memplan.types.trace import EventKind, Phase, Role
+from memplan.types.trace import EventKind, Phase, Provenance, Role
 from tests.capturing.jobs import allocations, operators, record, sizes
 
 
@@ -233,6 +233,46 @@ def test_a_jagged_batch_holds_what_its_sequences_hold() -> None:
     assert sizes(record(job), Phase.FORWARD, op="aten.addmm") == [4 * sum(rows) * width] * 2
 
 
+@pytest.mark.parametrize("half", [True, False])
+def test_attention_over_a_jagged_batch_takes_the_kernel_for_its_rows(half: bool) -> None:
+    """Flash for 16 bits, else the memory-efficient kernel, by the longest sequence."""
+    rows, heads, head = (100, 300, 40), 2, 64
+
+    def job() -> None:
+        dtype = torch.bfloat16 if half else torch.float32
+        batch = torch.nested.nested_tensor(
+            [torch.randn(length, heads, head) for length in rows],
+            layout=torch.jagged,
+            device="cuda",
+            dtype=dtype,
+            requires_grad=True,
+        )
+        q = k = v = batch.transpose(1, 2)
+        F.scaled_dot_product_attention(q, k, v).values().float().sum().backward()
+
+    trace = record(job)
+    name = "aten._flash_attention" if half else "aten._efficient_attention"
+    each = sum(rows) * heads * head * (2 if half else 4)
+    sums = 4 * heads * (sum(rows) if half else len(rows) * 320)  # by rows; by the longest
+    assert sizes(trace, op=f"{name}_forward")[:2] == [each, sums]
+    assert sizes(trace, op=f"{name}_backward")[:3] == [each] * 3
+    scratch = [
+        event.bytes
+        for event in trace
+        if event.kind == EventKind.ALLOC
+        and event.op.startswith(f"{name}_backward")
+        and event.provenance == Provenance.RULE
+    ]
+    padded = sum(rows) + 128 * len(rows)
+    if half:
+        copied = each  # the gradient, which a sum spreads without memory
+        assert scratch == [copied, 4 * heads * padded, 4 * heads * padded * head]
+    else:
+        delta = 4 * sum(rows) * heads
+        tiles = len(rows) * heads * 5 * (64 * 64 + 4) * 4  # five tiles of 64 rows hold the longest
+        assert scratch == [delta * head, delta, delta, tiles]
+
+
 def test_views_and_in_place_operators_ask_for_nothing() -> None:
     def job() -> None:
         x = torch.zeros(8, 8, device="cuda")
@@ -328,3 +368,15 @@ def test_losses_that_keep_the_memory_of_what_was_reduced(name: str) -> None:
         loss(torch.full((8, 4), 0.5, device="cuda"), torch.ones(8, 4, device="cuda"))
 
     assert sizes(record(job), op=name) == [held]
+
+
+def test_what_a_deprecated_function_does_is_named_by_the_line_that_calls_it() -> None:
+    def job() -> None:
+        weight = real(8)
+        weight.grad = torch.ones_like(weight)
+        nn.utils.clip_grad_norm([weight], 1.0)
+
+    files = {
+        event.source.rpartition("/")[2].partition(":")[0] for event in allocations(record(job))
+    }
+    assert files == {"test_operators.py"}

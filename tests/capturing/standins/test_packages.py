@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -100,7 +101,26 @@ def step_of(optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) ->
     return record(job, steps=1)
 
 
-STATES = [("AdamW8bit", 2), ("Adam8bit", 2), ("Lion8bit", 1), ("SGD8bit", 1)]
+def of_another_package(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer as galore-torch makes its own."""
+    from bitsandbytes.optim.optimizer import (  # type: ignore[import-not-found]
+        Optimizer2State,
+    )
+
+    class Own(Optimizer2State):  # type: ignore[misc]
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for number, p in enumerate(group["params"]):
+                    self.state[p]["step"] = 0
+                    self.init_state(group, p, 0, number)
+                    self.prefetch_state(p)
+                    self.update_step(group, p, 0, number)
+
+    made: torch.optim.Optimizer = Own("adam", parameters, 1e-3, (0.9, 0.999), 1e-8, 1e-2, 8)
+    return made
+
+
+STATES = [("AdamW8bit", 2), ("Adam8bit", 2), ("Lion8bit", 1), ("SGD8bit", 1), ("", 2)]
 
 
 @absent("bitsandbytes")
@@ -112,7 +132,7 @@ def test_states_of_eight_bits(name: str, states: int) -> None:
         made: torch.optim.Optimizer = getattr(bnb.optim, name)(parameters, lr=1e-3)
         return made
 
-    trace = step_of(optimizer)
+    trace = step_of(optimizer if name else of_another_package)
     sizes = [event.bytes for event in allocations(trace)]
     assert sizes.count(MIB) == states  # a byte a value
     assert sizes.count(MIB // 256 * 4) == states  # a maximum for each 256

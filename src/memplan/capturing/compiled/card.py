@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import string
+import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._dynamo import device_interface
 from torch._inductor import scheduler
+from torch._inductor.codegen import triton_split_scan
 from torch._inductor.fx_passes import joint_graph
 from torch._inductor.runtime import hints
 from torch.utils import _triton
@@ -54,3 +58,35 @@ def install(patches: Patches) -> None:
     # Triton's kernels are written here and never compiled: it need not be installed.
     patches.set(scheduler, "has_triton", lambda: True)
     patches.set(_triton, "triton_hash_with_backend", lambda: "memplan")
+    kernel: Any = triton_split_scan.TritonSplitScanKernel
+    scan = kernel.scan
+
+    def scan_without_triton(*args: Any) -> Any:
+        """Of Triton it asks how many bits a type has."""
+        if sys.modules.get("triton.language") is not None:
+            return scan(*args)
+        hidden = {name: sys.modules.pop(name, None) for name in _LANGUAGE}
+        sys.modules.update(_LANGUAGE)
+        try:
+            return scan(*args)
+        finally:
+            for name, module in hidden.items():
+                if module is None:
+                    del sys.modules[name]
+                else:
+                    sys.modules[name] = module
+
+    patches.set(kernel, "scan", scan_without_triton)
+
+
+class _Bits:
+    """`triton.language` as far as types by their names."""
+
+    def __getattr__(self, name: str) -> Any:
+        return types.SimpleNamespace(primitive_bitwidth=int(name.lstrip(string.ascii_letters)))
+
+
+_LANGUAGE: dict[str, Any] = {
+    "triton.language": _Bits(),
+    "triton": types.SimpleNamespace(language=_Bits()),
+}

@@ -1,8 +1,9 @@
 """NVML as the chosen card's machine would have it, below the Python package that calls it.
 
 `pynvml` (of nvidia-ml-py) looks each function up in the driver's library and passes it C structures
-to fill in. Here that library is an object of Python functions. One that it does not have answers
-"not supported", as a card does that cannot tell. Nothing else runs on the cards; of the job's own
+to fill in. Here that library is an object of Python functions. One that it does not have gives 0
+where it asks a card for a number (power, temperature, clocks), and else answers "not supported", as
+a card does that cannot tell. Nothing else runs on the cards; of the job's own
 memory they know what `torch.cuda.mem_get_info` does.
 """
 
@@ -20,6 +21,7 @@ from memplan.capturing.cuda.nvidia_smi import fields
 from memplan.capturing.patches.attributes import Patches
 
 _SUCCESS, _INVALID_ARGUMENT, _NOT_SUPPORTED, _NOT_FOUND = 0, 2, 3, 6
+_NUMBERS = (ctypes.c_int, ctypes.c_uint, ctypes.c_ulonglong)
 _MESSAGES = {
     _SUCCESS: b"Success",
     _INVALID_ARGUMENT: b"Invalid Argument",
@@ -52,7 +54,12 @@ class _Library:
         method = getattr(type(self), "_" + name.removeprefix("nvml").partition("_v")[0], None)
 
         def function(*args: Any) -> Any:  # pynvml sets attributes of it
-            return _NOT_SUPPORTED if method is None else method(self, *args)
+            if method is not None:
+                return method(self, *args)
+            place = getattr(args[-1], "_obj", None) if args else None
+            if not name.startswith("nvmlDeviceGet") or type(place) not in _NUMBERS:
+                return _NOT_SUPPORTED
+            return _number(args[-1], 0)
 
         return function
 

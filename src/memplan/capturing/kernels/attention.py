@@ -2,7 +2,8 @@
 
 Source: pytorch `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` (`select_sdp_backend`,
 `can_use_{flash,mem_efficient,cudnn}_attention`) and `transformers/sdp_utils_cpp.h`, releases 2.11
-to 2.13, CUDA builds for Linux. Nested tensors and float8 are not covered. See docs/kernels.md.
+to 2.13, CUDA builds for Linux. Strided nested tensors and float8 are not covered. See
+docs/kernels.md.
 """
 
 from __future__ import annotations

@@ -77,15 +77,18 @@ def flash_backward_scratch(
     deterministic: bool = False,
     sm_count: int = 0,
     grad_out_copied: bool = False,
+    sequences: int = 0,
 ) -> list[Scratch]:
     """`mha_bwd`: row sums and fp32 accumulators of dQ; full-headed dK, dV for grouped queries.
+
+    `sequences`: `mha_varlen_bwd` with so many sequences, whose rows are one after the other.
 
     `grad_out_copied`: the incoming gradient is not contiguous as (batch, sequence, heads, size),
     so that `_flash_attention_backward` copies it first.
     """
     batch, heads, queries, head = q
-    rounded = round_up(queries, 128)
-    splits = ceil_div(max(sm_count, 1), batch * heads) if deterministic else 1
+    rounded = queries + 128 * sequences if sequences else round_up(queries, 128)
+    splits = ceil_div(max(sm_count, 1), (sequences or batch) * heads) if deterministic else 1
     out = [
         exactly("grad_out.contiguous", numel(q) * itemsize(dtype) if grad_out_copied else 0),
         exactly("softmax_d", batch * heads * rounded * _FLOAT),
@@ -142,8 +145,12 @@ def efficient_backward_scratch(
     capability: tuple[int, int],
     *,
     deterministic: bool = False,
+    lengths: tuple[int, int, int] | None = None,
 ) -> list[Scratch]:
     """`_efficient_attention_backward`: `delta`, and the gradient workspace of the kernel.
+
+    `lengths`: where the rows of several sequences are one after the other, how many sequences, and
+    the longest query and key.
 
     Half precision computes delta in the kernel; float32 makes grad_out * out first (three
     temporaries alive at once), of which only delta remains.
@@ -157,8 +164,10 @@ def efficient_backward_scratch(
         out.append(exactly("grad_out*out", batch * queries * heads * v[-1] * _FLOAT))
         out.append(exactly("sum", delta))
         out.append(exactly("delta", delta, end=2))
+    sequences, longest, keys = lengths or (batch, queries, k[-2])
+    each = (sequences, heads, longest, head)
     sizes = [
-        _efficient_workspace(tile, q, k[-2], v[-1], dtype, capability, deterministic)
+        _efficient_workspace(tile, each, keys, v[-1], dtype, capability, deterministic)
         for tile in _tiles(dtype, max(head, v[-1]), capability)
     ]
     out.append(Scratch("workspace", min(sizes), sizes[0], max(sizes), begin=1, end=2))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch.nn.attention import SDPBackend
 
 from memplan.capturing.kernels.attention import (
     DEFAULT_ORDER,
@@ -31,6 +32,13 @@ aten = torch.ops.aten
 CUDA_VERSION = (13, 0)
 _HEAD_MULTIPLE = 8
 _MASK_MULTIPLE = 8
+_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+    "none": SDPBackend.ERROR,
+}
 _PRIORITY = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
 
 
@@ -56,6 +64,29 @@ class Attention:
 
         return handle
 
+    def select(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        dropout: float,
+        is_causal: bool,
+        enable_gqa: bool,
+    ) -> SDPBackend:
+        """Stand-in for PyTorch's choice among the kernels for jagged nested tensors, which goes by
+        an order of its own; what follows calls the kernel's operator with all rows."""
+        choice = self.choose(
+            query, key, value, attn_mask, dropout, is_causal, enable_gqa, DEFAULT_ORDER
+        )
+        self._count(query, choice)
+        return _BACKENDS[choice.kernel]
+
+    def _count(self, query: torch.Tensor, choice: Choice) -> None:
+        dtype = str(query.dtype).removeprefix("torch.")
+        reason = f"{dtype}, head size {query.shape[-1]}: {choice.reason}"
+        self.state.kernels["scaled_dot_product_attention", choice.kernel, reason] += 1
+
     def run(
         self,
         query: torch.Tensor,
@@ -70,10 +101,7 @@ class Attention:
     ) -> torch.Tensor:
         """Run attention; the signature is the operator's own."""
         choice = self.choose(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-        dtype = str(query.dtype).removeprefix("torch.")
-        shape = f"{dtype}, head size {query.shape[-1]}"
-        reason = f"{shape}: {choice.reason}"
-        self.state.kernels["scaled_dot_product_attention", choice.kernel, reason] += 1
+        self._count(query, choice)
         if choice.kernel in ("math", "none"):
             result: torch.Tensor = aten._scaled_dot_product_attention_math(
                 query,
@@ -118,13 +146,14 @@ class Attention:
         dropout_p: float,
         is_causal: bool,
         enable_gqa: bool,
+        order: tuple[str, ...] | None = None,
     ) -> Choice:
-        """Choose the kernel by the table, with the switches in force."""
+        """Choose the kernel by the table, with the switches in force; `order` before theirs."""
         dtypes = [str(t.dtype).removeprefix("torch.") for t in (query, key, value)]
         call = SdpaCall(
-            q=tuple(query.shape),
-            k=tuple(key.shape),
-            v=tuple(value.shape),
+            q=_sizes(query),
+            k=_sizes(key),
+            v=_sizes(value),
             dtype=dtypes[0],
             kv_dtypes=(dtypes[1], dtypes[2]),
             mask=None
@@ -142,9 +171,9 @@ class Attention:
             and any(t.requires_grad for t in (query, key, value)),
             last_strides_one=all(t.stride(-1) == 1 for t in (query, key, value)),
         )
-        return choose_sdpa(call, self._environment())
+        return choose_sdpa(call, self._environment(order))
 
-    def _environment(self) -> SdpaEnvironment:
+    def _environment(self, order: tuple[str, ...] | None) -> SdpaEnvironment:
         backends = torch.backends.cuda
         switches = {
             "flash": backends.flash_sdp_enabled(),
@@ -156,7 +185,7 @@ class Attention:
             capability=self.profile.capability,
             torch_version=version_tuple(torch.__version__),
             enabled=frozenset(name for name, on in switches.items() if on),
-            priority=_priority(),
+            priority=order or _priority(),
             cuda_version=CUDA_VERSION,
             deterministic=torch.are_deterministic_algorithms_enabled()
             and not torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -170,6 +199,12 @@ def _priority() -> tuple[str, ...] | None:
         _PRIORITY[number] for number in torch._C._get_sdp_priority_order() if number in _PRIORITY
     )
     return None if order[: len(DEFAULT_ORDER)] == DEFAULT_ORDER else order
+
+
+def _sizes(tensor: torch.Tensor) -> tuple[int, ...]:
+    if tensor.layout is not torch.jagged:
+        return tuple(tensor.shape)
+    return (tensor.shape[0], *tensor.values().shape)  # the rows of all sequences in one dimension
 
 
 def _first(result: Any) -> torch.Tensor:

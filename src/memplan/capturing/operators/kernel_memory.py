@@ -67,6 +67,9 @@ class KernelMemory:
             aten._scaled_dot_product_flash_attention_backward.default: self.flash_backward,
             aten._scaled_dot_product_efficient_attention.default: self.efficient,
             aten._scaled_dot_product_efficient_attention_backward.default: self.efficient_backward,
+            aten._flash_attention_backward.default: self.flash_backward,
+            aten._efficient_attention_forward.default: self.efficient,
+            aten._efficient_attention_backward.default: self.efficient_backward,
             aten._scaled_dot_product_cudnn_attention.default: self.cudnn,
             aten._scaled_dot_product_cudnn_attention_backward.default: self.cudnn_backward,
         }
@@ -85,6 +88,7 @@ class KernelMemory:
         return {
             aten.convolution_backward.default: self.convolution_backward,
             aten._scaled_dot_product_efficient_attention.default: self.efficient_outputs,
+            aten._efficient_attention_forward.default: self.efficient_outputs,
             aten._scaled_dot_product_cudnn_attention.default: self.cudnn_outputs,
         }
 
@@ -303,7 +307,9 @@ class KernelMemory:
     def flash_backward(
         self, state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any
     ) -> None:
-        grad, query, key = args[:3]
+        jagged = func is aten._flash_attention_backward.default
+        several = jagged and args[6] is not None
+        grad, query, key = (_heads_first(t) if jagged else t for t in args[:3])
         self.add(
             attention_scratch.flash_backward_scratch(
                 query.shape,
@@ -312,6 +318,7 @@ class KernelMemory:
                 deterministic=torch.are_deterministic_algorithms_enabled(),
                 sm_count=self.profile.sm_count,
                 grad_out_copied=not grad.transpose(1, 2).is_contiguous(),
+                sequences=args[6].numel() - 1 if several else 0,
             )
         )
 
@@ -319,7 +326,7 @@ class KernelMemory:
         self, state: CaptureState, func: Any, args: Any, outputs: Any
     ) -> list[int]:
         """The two random-state scalars are on the host; the shape rule says on the card."""
-        for scalar in outputs[2:]:
+        for scalar in outputs[2:4]:
             scalar.fake_device = torch.device("cpu")
         return [state.record(output) for output in outputs[:2]]
 
@@ -332,7 +339,8 @@ class KernelMemory:
     def efficient(
         self, state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any
     ) -> None:
-        query, _key, value = args[:3]
+        jagged = func is aten._efficient_attention_forward.default
+        query, _key, value = (_heads_first(t) if jagged else t for t in args[:3])
         self.add(
             attention_scratch.efficient_forward_scratch(query.shape, value.shape, dtype_name(query))
         )
@@ -340,7 +348,9 @@ class KernelMemory:
     def efficient_backward(
         self, state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any
     ) -> None:
-        query, key, value = args[1:4]
+        jagged = func is aten._efficient_attention_backward.default
+        several = jagged and args[6] is not None
+        query, key, value = (_heads_first(t) if jagged else t for t in args[1:4])
         self.add(
             attention_scratch.efficient_backward_scratch(
                 query.shape,
@@ -349,6 +359,7 @@ class KernelMemory:
                 dtype_name(query),
                 self.profile.capability,
                 deterministic=torch.are_deterministic_algorithms_enabled(),
+                lengths=(args[6].numel() - 1, int(args[8]), int(args[9])) if several else None,
             )
         )
 
@@ -364,6 +375,12 @@ class KernelMemory:
                 query.shape, key.shape, value.shape, dtype_name(query)
             )
         )
+
+
+def _heads_first(tensor: torch.Tensor) -> torch.Tensor:
+    """(batch, heads, rows, head size) of (batch, rows, heads, head size), or of the rows of all
+    sequences of a jagged batch."""
+    return (tensor if tensor.dim() == 4 else tensor[None]).transpose(1, 2)
 
 
 def _overloads(names: Iterable[str]) -> Iterator[Any]:

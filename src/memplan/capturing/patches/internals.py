@@ -56,7 +56,7 @@ NAMES: dict[str, tuple[str, ...]] = {
             autograd._engine_run_backward jit._builtins._get_builtin_table nn.Module._apply
             nn.attention._registry optim.optimizer._global_optimizer_post_hooks
             optim.optimizer._global_optimizer_pre_hooks
-        torch.nested._internal: nested_int.NestedIntNode
+        torch.nested._internal: nested_int.NestedIntNode sdpa
     """),
     "capturing/compiled": _names("""
         torch._C: . DisableTorchFunction DispatchKey.CompositeExplicitAutograd
@@ -65,9 +65,9 @@ NAMES: dict[str, tuple[str, ...]] = {
             eval_frame exc.BackendCompilerFailed exc.InternalTorchDynamoError output_graph
             trace_rules types.ConvertFrameReturn utils.counters variables variables.optimizer
             variables.torch
-        torch._inductor: async_compile codecache.PyCodeCache compile_fx config
-            fx_passes.joint_graph fx_passes.pad_mm graph ir runtime.hints scheduler
-            select_algorithm
+        torch._inductor: async_compile codecache.PyCodeCache codegen.triton_split_scan
+            compile_fx config fx_passes.joint_graph fx_passes.pad_mm graph ir runtime.hints
+            scheduler select_algorithm
         torch._functorch: config
         torch._subclasses.fake_tensor: FakeTensor FakeTensorMode
         torch._higher_order_ops: utils.registered_hop_fake_fns

@@ -11,6 +11,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import typing_extensions
 
 from memplan.types.trace import Phase
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 _TORCH = str(Path(torch.__file__).parent)
 _MEMPLAN = str(Path(__file__).parents[2])
+_WITHIN = (_TORCH, _MEMPLAN, str(typing_extensions.__file__))
+"""The last of them wraps functions of PyTorch that are deprecated."""
 _HIDDEN = (_TORCH, _MEMPLAN, "<", str(Path(sys.modules["threading"].__file__ or "").parent) + "/")
 _COMPILED = "_orig_mod"
 """The attribute in which `torch.compile` keeps the module; it is no level of the model's own."""
@@ -239,7 +242,7 @@ def class_name(module: torch.nn.Module) -> str:
 def shown_path(filename: str) -> str:
     if filename.startswith(_HIDDEN) and "site-packages" not in filename.removeprefix(_TORCH):
         return ""
-    if filename.startswith((_TORCH, _MEMPLAN)):
+    if filename.startswith(_WITHIN):
         return ""
     if cell := _notebook_cell(filename):
         return cell

@@ -66,6 +66,8 @@ def install(patches: Patches, state: CaptureState) -> None:
         "numpy": to_numpy,
         "__array__": to_array,
         "data_ptr": addresses.of_tensor,
+        "share_memory_": lambda tensor: tensor,  # on a card they all are, as `is_shared` says
+        "is_shared": lambda tensor: tensor.fake_device.type != "cpu",
     }
     for name, answer in answers.items():
         patches.set(torch.Tensor, name, _for_fakes(answer, getattr(torch.Tensor, name)))

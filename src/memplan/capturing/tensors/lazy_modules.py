@@ -1,4 +1,4 @@
-"""Lazy modules: the parameters that they make of their first input are fake from birth too."""
+"""Lazy modules: the tensors that they make of their first input are fake, wherever moved to."""
 
 from __future__ import annotations
 
@@ -7,29 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import parameter as parameter_module
-from torch.nn.modules import lazy
 
 if TYPE_CHECKING:
     from memplan.capturing.patches.attributes import Patches
-    from memplan.capturing.state import CaptureState
 
 _DATA = "_memplan_data"
 
 
-def install(patches: Patches, state: CaptureState) -> None:
+def install(patches: Patches) -> None:
     """Patch lazy modules until `patches.undo()`."""
     mixin: Any = vars(parameter_module)["UninitializedTensorMixin"]
     real_data: Any = vars(torch.Tensor)["data"]
-    infer, materialize = lazy.LazyModuleMixin._infer_parameters, mixin.materialize
     module_apply: Any = torch.nn.Module._apply
-    inferring: list[torch.nn.Module] = []
-
-    def infer_parameters(self: Any, module: torch.nn.Module, args: Any, kwargs: Any = None) -> Any:
-        inferring.append(module)
-        try:
-            return infer(self, module, args, kwargs)
-        finally:
-            inferring.pop()
 
     def born(real: Any) -> Any:
         """Stand-in for `__new__`: the tensor itself is real and on the host, whatever its data."""
@@ -43,19 +32,6 @@ def install(patches: Patches, state: CaptureState) -> None:
             return tensor
 
         return staticmethod(new)
-
-    def make(tensor: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
-        """Give a module a fake tensor in place of its uninitialised one."""
-        device = device or tensor.data.device
-        found = _slot(inferring[-1], tensor) if inferring else None
-        if found is None:
-            materialize(tensor, shape, device, dtype)
-            return
-        slots, name = found
-        made = torch.empty(shape, device=device, dtype=dtype or tensor.data.dtype)
-        if slots is inferring[-1]._parameters:
-            made = torch.nn.Parameter(made, tensor.requires_grad)
-        slots[name] = made
 
     def apply(module: torch.nn.Module, fn: Any, recurse: bool = True) -> Any:
         """Uninitialised tensors have nothing to move: they remember where to, and as which type."""
@@ -82,15 +58,4 @@ def install(patches: Patches, state: CaptureState) -> None:
     for kind in (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer):
         patches.set(kind, "__new__", born(kind.__new__))
     patches.set(mixin, "data", property(data, real_data.__set__))
-    patches.set(lazy.LazyModuleMixin, "_infer_parameters", infer_parameters)
-    patches.set(mixin, "materialize", make)
     patches.set(torch.nn.Module, "_apply", apply)
-
-
-def _slot(module: torch.nn.Module, tensor: Any) -> tuple[dict[str, Any], str] | None:
-    slots: dict[str, Any]
-    for slots in (module._parameters, module._buffers):
-        for name, item in slots.items():
-            if item is tensor:
-                return slots, name
-    return None

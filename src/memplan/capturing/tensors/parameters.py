@@ -116,9 +116,9 @@ def _swapping(state: CaptureState) -> Callable[..., None]:
 
 
 def _become_fake(tensor: torch.Tensor, value: FakeTensor) -> None:
-    """`tensor.data = value` for a real tensor, a buffer that moves to the device: the same object
-    is a fake tensor from now on."""
-    fake = value.detach()
+    """`tensor.data = value` for a real tensor, such as a buffer that moves to the device: the same
+    object is a fake tensor from now on."""
+    fake = value.detach().requires_grad_(tensor.requires_grad)
     torch._C._swap_tensor_impl(tensor, fake)
     tensor.__dict__.update(fake.__dict__)
 
