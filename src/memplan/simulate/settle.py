@@ -150,6 +150,6 @@ def _growth(timeline: Timeline, of: Round, times: int) -> tuple[int, bool]:
 
 def _still_growing(steps: int) -> str:
     return (
-        f"fragmentation still grew after {steps} more steps were simulated; the peak is that of "
+        f"reserved memory still grew after {steps} more steps were simulated; the peak is that of "
         "these, and a longer run may reserve more"
     )

@@ -319,9 +319,8 @@ class StepWatcher:
             if growth > 0:
                 self.state.assumptions.add(
                     "growth",
-                    f"every step keeps {growth:,} bytes more than it frees (tensors kept "
-                    f"in a list?); the peak is that of {self.completed} steps, and a longer run "
-                    "needs more: --steps N",
+                    f"every step keeps {growth:,} bytes more than it frees (tensors kept in a "
+                    "list?), and a longer run needs more: --steps N",
                 )
         else:
             self.stop_reason = (
