@@ -122,6 +122,8 @@ def test_replays_begin_behind_weights_that_fsdp_has_released() -> None:
     more = int(graph.values.bytes[outputs].sum() - graph.values.bytes[graph.values.droppable].sum())
     assert _when_backward_begins(planned) == _when_backward_begins(plain) + more
     assert _peak(planned) <= evaluate(graph, everything).peak_bytes
+    # One group across all blocks: each operator is replayed once, when its block has its weights.
+    assert step_graph(planned).ops.name.count("aten.rsqrt.default") == 2 * 3
 
 
 def _everything(graph: StepGraph) -> Selection:
