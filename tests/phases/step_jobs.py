@@ -40,13 +40,14 @@ def training(
     micro_batches: int = 1,
     loss: Callable[[torch.Tensor], torch.Tensor] = torch.sum,
     autocast: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> Callable[[], None]:
     def job() -> None:
         model = make().to("cuda")
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(4):
             for _ in range(micro_batches):
-                x = torch.randn(shape, device="cuda")
+                x = torch.randn(shape, device="cuda", dtype=dtype)
                 with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
                     value = loss(model(x))
                 value.backward()

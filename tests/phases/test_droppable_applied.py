@@ -4,19 +4,23 @@ the bytes that are there when backward begins, and the peak, both to the byte.""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from memplan.phases import step_graph
 from memplan.phases.passes import alive_after, step_passes
 from memplan.recompute.evaluate import evaluate
 from memplan.recompute.selection import Selection, to_part
 from memplan.runtime.apply import AppliedEverywhere
+from memplan.types.plan import RecomputePart
 from memplan.types.step_graph import StepGraph
 from memplan.types.trace import Trace
+from tests.capturing.distributed.ranks import capture, join
 from tests.capturing.jobs import record
 from tests.phases.step_jobs import JOBS, Two, training
 
@@ -81,6 +85,45 @@ def test_what_is_dropped_is_gone_and_the_peak_as_told(job: Callable[[], None]) -
     assert dropped > 0 and not notes
     assert _when_backward_begins(planned) == _when_backward_begins(plain) - dropped
     assert _peak(planned) == evaluate(graph, selection).peak_bytes
+
+
+class Normed(nn.Module):
+    """A norm with its sums in float32: backward saves a copy of a block's input, not the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256, bias=False), nn.Linear(256, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.float()
+        y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+        return x + self.down(nn.functional.gelu(self.up(y)))
+
+
+def test_replays_begin_behind_weights_that_fsdp_has_released() -> None:
+    part: RecomputePart | None = None
+
+    def job() -> None:
+        join()
+        model = nn.Sequential(*(Normed() for _ in range(3))).to("cuda", torch.bfloat16)
+        for block in model:
+            fully_shard(block)
+        fully_shard(model)
+        with AppliedEverywhere(part) if part else nullcontext():
+            training(lambda: model, (32, 64), dtype=torch.bfloat16)()
+
+    plain = capture(job)
+    graph = step_graph(plain)
+    outputs = sorted(graph.between)
+    assert [graph.ops.name[row] for row in graph.values.alloc[outputs]] == ["aten.add.Tensor"] * 2
+    everything = Selection((frozenset(np.flatnonzero(graph.values.droppable).tolist()),))
+    part = to_part(graph, everything, budget_bytes=0, peak_bytes=0, added_seconds=0.0)
+    planned = capture(job)
+    more = int(graph.values.bytes[outputs].sum() - graph.values.bytes[graph.values.droppable].sum())
+    assert _when_backward_begins(planned) == _when_backward_begins(plain) + more
+    assert _peak(planned) <= evaluate(graph, everything).peak_bytes
+    # One group across all blocks: each operator is replayed once, when its block has its weights.
+    assert step_graph(planned).ops.name.count("aten.rsqrt.default") == 2 * 3
 
 
 def _everything(graph: StepGraph) -> Selection:

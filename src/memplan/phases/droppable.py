@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
-from memplan.phases.pass_values import PassValues
+from memplan.phases.pass_values import Edges, PassValues
 from memplan.types.op_names import (
     CHANGES_STORAGE,
     FETCH,
@@ -70,6 +71,37 @@ class RowFacts:
     """Run without gradients: by `no_grad`, or as the forward of an `autograd.Function`."""
     again: Bools
     """Run with gradients by backward: the forward of a checkpointed block."""
+
+
+def kept_between(values: PassValues, rows: RowFacts, released: Bools) -> Bools:
+    """Values between modules of FSDP, with which replays have to begin.
+
+    `released`: weights that are let go after their module's forward. They are gathered anew for its
+    backward, and operators that read them can run again only then. So what is made from such a
+    weight, and read after its release by an operator that may run again, cannot be made again when
+    that one needs it.
+    """
+    if not released.any():
+        return released
+    can = rows.replayable & (rows.call >= 0)
+    last = np.full(len(values), -1, np.int64)
+    for edges in (values.reads, values.writes):
+        again = (edges.row < rows.forward) & can[edges.row]
+        np.maximum.at(last, edges.value[again], edges.row[again])
+    until = np.where(released, values.free, len(can)).tolist()  # from then on, none can be made
+    last_use, is_weight = last.tolist(), released.tolist()
+    reads, writes = _by_row(values.reads, rows.forward), _by_row(values.writes, rows.forward)
+    for row in np.flatnonzero(can[: rows.forward]).tolist():
+        inputs = [*reads[row], *writes[row]]
+        ends = [until[v] for v in inputs if is_weight[v] or last_use[v] < until[v]]
+        for value in writes[row]:
+            until[value] = min([until[value], *ends])
+    return np.asarray(~released & (last >= np.array(until, np.int64)), bool)
+
+
+def _by_row(edges: Edges, rows: int) -> list[list[int]]:
+    starts, value = edges.starts(rows).tolist(), edges.value.tolist()
+    return [value[first:last] for first, last in pairwise(starts)]
 
 
 def droppable_values(values: PassValues, rows: RowFacts) -> Bools:

@@ -55,6 +55,11 @@ class PassValues:
         row = np.append(self.reads.row, self.free[held] - 1)
         return replace(self, reads=Edges.of(row, np.append(self.reads.value, held), len(self)))
 
+    def unread_before(self, row: int, of: Bools) -> PassValues:
+        """The same values; rows before `row` read none in `of`."""
+        left = (self.reads.row >= row) | ~of[self.reads.value]
+        return replace(self, reads=Edges(self.reads.row[left], self.reads.value[left]))
+
     def there_before(self, forward: int) -> PassValues:
         """The same values, where those that rows from `forward` on make and leave behind, such as
         gradients, exist from the beginning, as in later passes."""

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from memplan.phases.droppable import RowFacts, droppable_values, replayable_rows
+from memplan.phases.droppable import RowFacts, droppable_values, kept_between, replayable_rows
 from memplan.phases.in_flight import in_flight
 from memplan.phases.pass_values import PassValues, pass_values
 from memplan.phases.passes import (
@@ -24,7 +24,7 @@ from memplan.phases.roots import root_names
 from memplan.timing.seconds import op_seconds
 from memplan.types.device import DeviceProfile, captured_for
 from memplan.types.step_graph import F64, GraphOps, GraphValues, StepGraph
-from memplan.types.trace import I64, Phase, Trace
+from memplan.types.trace import I64, Phase, Role, Trace
 
 _MOST_KINDS = 4
 """The most kinds of pass that are planned; where there are more, steps mostly differ, too."""
@@ -174,8 +174,15 @@ class _Step:
             without_gradients=(trace.ops.phase[rows] == Phase.EVALUATION) | in_function,
             again=trace.ops.call[rows] == AGAIN,
         )
-        droppable = droppable_values(values, where)
-        values = values.held_until_release(droppable)
+        saved = droppable_values(values, where)
+        released = (values.storage >= 0) & (values.free <= forward)
+        released &= trace.storages.role[values.storage] == Role.GATHERED_PARAMETER
+        between = kept_between(values, where, released)
+        begins = between & (saved | (values.free <= forward))
+        values = values.held_until_release(saved).unread_before(forward, released)
+        where.replayable[values.writes.row[between[values.writes.value]]] = False
+        droppable = saved.copy()
+        droppable[values.writes.value[~where.replayable[values.writes.row]]] = False
         if self._seconds is None:
             times = op_seconds(trace, self._card, chosen.start, chosen.stop)
         else:
@@ -194,6 +201,7 @@ class _Step:
             rest_peak_bytes=max(_rest_peak(step, planned, alive) for step in steps),
             passes=beside.passes if beside else max(1, len(alike)),
             others=beside.others if beside else 0,
+            between=frozenset(np.flatnonzero(begins).tolist()),
         )
         graph.check()
         return graph

@@ -89,6 +89,8 @@ def to_part(
     inside a call makes."""
     check_selection(graph, selection)
     groups = [sorted(group) for group in selection.groups if group]
+    unsaved = {v for v in graph.between if graph.values.free[v] <= graph.forward_ops}
+    held = selection.held | unsaved if groups else selection.held
 
     def inside(value: int) -> bool:
         """Whether an op inside a call made the value. How others are made is not recorded."""
@@ -100,7 +102,7 @@ def to_part(
             RecomputeGroup(name=name, drop=[op_output(graph, value) for value in group])
             for name, group in zip(names, groups, strict=True)
         ],
-        hold=[op_output(graph, value) for value in sorted(selection.held) if inside(value)],
+        hold=[op_output(graph, value) for value in sorted(held) if inside(value)],
         kinds=[list(kind) for kind in graph.kinds],
         calls=int(graph.ops.call.max()) + 1 if graph.others else 0,
         budget_bytes=budget_bytes,

@@ -77,7 +77,9 @@ class Saves:
         self.copy_seconds: list[float] = (graph.values.bytes / bytes_per_second).tolist()
         self.last_forward: list[int] = graph.touches.last_forward.tolist()
         self.first_use = graph.touches.first_backward
-        can = graph.values.droppable & (self.first_use < len(graph)) & (graph.values.bytes > 0)
+        can = graph.values.droppable.copy()
+        can[list(graph.between)] = True
+        can &= (self.first_use < len(graph)) & (graph.values.bytes > 0)
         self.values: list[int] = np.flatnonzero(can).tolist()
         self.row = _save_rows(graph, self.values)
         self.ends: list[float] = np.cumsum(graph.ops.seconds).tolist()

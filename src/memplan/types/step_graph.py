@@ -126,6 +126,9 @@ class StepGraph:
     where one kind is planned, wherever it occurs."""
     calls_before: int = 0
     """How many calls of these kinds are numbered before those of this one."""
+    between: frozenset[int] = frozenset()
+    """Values that replays begin with, because FSDP has released the weights that lead to them. A
+    plan holds those that are freed in forward; backward keeps the others, or they are offloaded."""
     replay_overhead_seconds: float = 0.0
     """How much of the ops' seconds, in sum, only replays take; a plain pass takes less by it."""
 

@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 import torch
 
-from memplan.runtime.tape.replay import EmptiedError, recompute
+from memplan.runtime.tape.replay import EmptiedError, can_be_made, recompute
 from memplan.runtime.tape.values import View, version_of
 from memplan.types.errors import RecomputeError
 
@@ -51,10 +51,12 @@ class Group:
         with _one_at_a_time:
             if value.base is None:
                 waiting = {other.view.value for other in self.handles}
+                targets = [v for v in waiting if v.base is None]
                 try:
-                    recompute(self.name, [v for v in waiting if v.base is None])
+                    recompute(self.name, targets)
                 except EmptiedError:  # of another value, it may be
-                    recompute(self.name, [value])
+                    others = [v for v in targets if v is not value and can_be_made(v)]
+                    recompute(self.name, [value, *others])
                 for other in list(self.handles):
                     self._check(other)
         base = value.base

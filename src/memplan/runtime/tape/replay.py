@@ -57,6 +57,15 @@ def recompute(group: str, targets: list[Value]) -> None:
         target.keep(values[target])
 
 
+def can_be_made(value: Value) -> bool:
+    """Whether all that its recomputation reads is there, unmodified."""
+    try:
+        _needed("", [value])
+    except RecomputeError:
+        return False
+    return True
+
+
 def _needed(group: str, targets: list[Value]) -> dict[OpRecord, list[Value]]:
     """The ops between `targets` and available values, each with what is needed of it."""
     made: dict[OpRecord, list[Value]] = {}
