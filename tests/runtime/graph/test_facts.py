@@ -20,6 +20,7 @@ from memplan.order.evaluate import held, peak
 from memplan.runtime.graph import step_capture as stepping
 from memplan.runtime.graph.compiled_graph import CompiledGraph
 from memplan.runtime.graph.execute import called
+from memplan.runtime.graph.joint import LossGradient
 from memplan.runtime.graph.operator_graph import OperatorGraph
 from memplan.runtime.graph.ordering import Ordering
 from memplan.runtime.graph.program import MemplanOp, facts_of, tensors
@@ -315,7 +316,7 @@ def test_the_promise_of_a_step_with_a_scaler(make: Callable[[], Job], clip: floa
     assert measured <= step.report().programs[0].ordered_peak_bytes
 
 
-def test_the_promise_of_clipping_many_weights_on_a_card() -> None:
+def test_the_promise_of_a_step_on_a_card_has_the_numbers_of_scaling_and_clipping() -> None:
     found = []
 
     def job() -> None:
@@ -331,10 +332,15 @@ def test_the_promise_of_clipping_many_weights_on_a_card() -> None:
         nn.utils.clip_grad_norm_(weights, 1.0)
         taken = torch.cuda.max_memory_allocated() - before
         found.append((taken, updates.step_scratch_bytes()))
+        loss_gradient = LossGradient(torch.ones((), device="cuda").bfloat16(), scaler)
+        torch.cuda.reset_peak_memory_stats()
+        kept = loss_gradient()
+        taken = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        found.append((taken, loss_gradient.scratch_bytes))
+        del kept
 
     record(job)
-    ((taken, promised),) = found
-    assert taken <= promised
+    assert len(found) == 2 and all(taken <= promised for taken, promised in found)
 
 
 def test_a_workspace_that_the_shape_function_does_not_know() -> None:
