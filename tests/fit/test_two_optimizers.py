@@ -91,7 +91,9 @@ def test_both_networks_of_a_gan_are_planned(tmp_path: Path, every: int) -> None:
     assert not answer.before.fits and answer.fits
     assert answer.added_fraction < 0.05
     apart = (
-        "optimizers do not step together" if every == 1 else "weights are updated in other steps"
+        "step begins before the last backward pass"
+        if every == 1
+        else "weights are updated in other steps"
     )
     assert any(apart in note for note in answer.notes)
     assert fitted.plan is not None and fitted.plan.recompute is not None

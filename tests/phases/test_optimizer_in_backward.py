@@ -90,6 +90,7 @@ def test_a_plain_loop_allows_them() -> None:
         ("evaluates", "aten.mm.default (train.py:12) uses weights before the optimizer"),
         ("accumulates", "accumulated over 2 backward passes"),
         ("keeps", "kept from step to step"),
+        ("runs a closure", "an optimizer's step begins before the last backward pass"),
     ],
 )
 def test_what_forbids_them(between: str, says: str) -> None:
@@ -102,7 +103,9 @@ def test_what_forbids_them(between: str, says: str) -> None:
             loop.op(Phase.OTHER, "linalg_vector_norm", loop.gradient)
         elif between == "evaluates":
             loop.op(Phase.EVALUATION, "mm", loop.weight)
-        elif between == "accumulates":
+        elif between in ("accumulates", "runs a closure"):
+            if between == "runs a closure":
+                loop.update()
             loop.forward()
             loop.backward()
         loop.builder.source = 0

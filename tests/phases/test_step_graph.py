@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -459,5 +460,19 @@ def test_a_gradient_that_is_differentiated() -> None:
             optimizer.step()
             optimizer.zero_grad()
 
+    def accumulated() -> None:
+        table, out = nn.Embedding(5000, 64, sparse=True).cuda(), nn.Linear(64, 4).cuda()
+        out.register_full_backward_hook(lambda _, given, __: kept.append(given))
+        optimizer = torch.optim.SGD([*table.parameters(), *out.parameters()], 0.1)
+        for _ in range(3):
+            for _ in range(3):
+                tokens = torch.zeros(256, dtype=torch.long, device="cuda")
+                out(table(tokens)).square().mean().backward()
+                del kept[:-1]
+            optimizer.step()
+            optimizer.zero_grad()
+
+    kept: list[Any] = []
+    assert differentiated_bytes(record(accumulated)) == 0
     # What the sigmoid gives, at the least, for the gradient of its own and for that of this one.
     assert differentiated_bytes(record(job)) >= 512 * 256 * 4

@@ -172,7 +172,7 @@ class CaptureSession:
             parameters.install(patches, self.state)
             if self.options.steps is not None or self.options.scan_seconds:
                 self._draws.install(patches, self.state)  # where the batches' order counts
-            lazy_modules.install(patches)
+            lazy_modules.install(patches, self.state)
             if self.method != "cuda":  # there the job's own processes run
                 self._distributed = Distributed(self.state, self.options, self._cuda)
                 self._distributed.install(stack, patches, watcher)

@@ -89,11 +89,12 @@ class _Step:
         return "" if len(self._made) else "no gradients are made in a step"
 
     def _steps_apart(self) -> str:
-        """Several optimizers, each after a backward pass of its own or in other steps only."""
+        """Several optimizers, each after a backward pass of its own or in other steps only; or one
+        that is given a closure."""
         passes = np.flatnonzero(np.isin(self._passes, self._passes_with_gradients()))
         stepped = np.flatnonzero(self._phase == Phase.OPTIMIZER)
         if len(passes) and len(stepped) and stepped[0] < passes[-1]:
-            return "optimizers do not step together"
+            return "an optimizer's step begins before the last backward pass"
         if len(_updated(self._trace, *self._rows)) < len(_updated(self._trace)):
             return "some weights are updated in other steps only"
         return ""

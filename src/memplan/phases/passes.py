@@ -155,7 +155,8 @@ def passes_overlap(trace: Trace, step: int | None = None) -> bool:
 
 def differentiated_bytes(trace: Trace, step: int | None = None) -> int:
     """Bytes that a step's passes make and a later pass's backward lets go of, most at once, where
-    backward makes some of them, as with `create_graph=True`. 0 where no gradient is differentiated.
+    a backward that runs with gradients makes some of them, as with `create_graph=True`. 0 where no
+    gradient is differentiated.
 
     Raises as `step_passes`.
     """
@@ -166,7 +167,8 @@ def differentiated_bytes(trace: Trace, step: int | None = None) -> int:
         made = _of_kind(trace, EventKind.ALLOC, found.passes[0].first_event, one.first_event)
         is_gradient = trace.storages.role[events.storage[made]] == Role.GRADIENT
         kept = made[np.isin(events.storage[made], gone) & ~is_gradient]
-        if (events.phase[kept] == Phase.BACKWARD).any():
+        rows = np.searchsorted(trace.ops.event, kept, side="right") - 1
+        if (trace.ops.call[rows] == AGAIN).any():
             most = max(most, int(events.bytes[kept].sum()))
     return most
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
+from memplan.capturing.compiled import card
 from memplan.capturing.cuda.fake_cuda import COMPILED_GRAPHS
 from memplan.types.trace import EventKind, Phase, Provenance, Trace
 from tests.capturing.jobs import allocations, assumed, frees, operators, record, sizes
@@ -123,8 +125,9 @@ def test_cheap_operators_are_computed_again_in_the_backward_pass() -> None:
     assert not list(assumed(trace))
 
 
-def test_a_scan_over_a_long_row_is_compiled_without_triton() -> None:
+def test_a_scan_over_a_long_row_is_compiled_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of the documents' numbers in a mask; its blocks tell each other through a workspace."""
+    monkeypatch.setitem(sys.modules, "triton.language", None)
 
     def job() -> None:
         kept = torch.compile(lambda x: x.cumsum(0) * 2)(torch.ones(1 << 16, device="cuda"))
@@ -134,6 +137,8 @@ def test_a_scan_over_a_long_row_is_compiled_without_triton() -> None:
     assert not list(assumed(trace))
     blocks = (1 << 16) // 256
     assert sizes(trace)[1:] == [FLOAT << 16, 8 * blocks]
+    assert sys.modules["triton.language"] is None
+    assert not any(hasattr(module, "__spec__") for module in card._LANGUAGE.values())
 
 
 def test_cuda_graphs_live_in_a_pool_of_their_own() -> None:

@@ -133,6 +133,11 @@ def test_a_lazy_module_is_made_where_and_as_which_type_it_was_asked_for() -> Non
     assert bytes_of(record(job), Role.PARAMETER) == 3 * WEIGHT // 2
 
 
+def test_a_lazy_module_has_weights_from_its_first_call() -> None:
+    trace = record(lambda: nn.LazyLinear(WIDTH, bias=False).cuda()(torch.randn(8, WIDTH).cuda()))
+    assert bytes_of(trace, Role.PARAMETER) == WEIGHT
+
+
 def test_lazy_modules_that_were_made_before_the_capture_or_load_weights() -> None:
     earlier, devices = nn.LazyLinear(WIDTH, bias=False), list[torch.device]()
 

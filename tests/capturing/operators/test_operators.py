@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
+from memplan.types.errors import CaptureError
 from memplan.types.trace import EventKind, Phase, Provenance, Role
 from tests.capturing.jobs import allocations, operators, record, sizes
 
@@ -271,6 +272,29 @@ def test_attention_over_a_jagged_batch_takes_the_kernel_for_its_rows(half: bool)
         delta = 4 * sum(rows) * heads
         tiles = len(rows) * heads * 5 * (64 * 64 + 4) * 4  # five tiles of 64 rows hold the longest
         assert scratch == [delta * head, delta, delta, tiles]
+
+
+@pytest.mark.parametrize(
+    ("rows", "head", "device", "why"),
+    [
+        ((3, 0, 2), 64, "cuda", "not for these jagged tensors"),
+        ((3, 2), 36, "cuda", "not efficient: a head size is not a multiple of 8"),
+        ((3, 2), 64, "cpu", "no kernel of a card"),
+    ],
+)
+def test_attention_over_a_jagged_batch_that_no_kernel_takes(
+    rows: tuple[int, ...], head: int, device: str, why: str
+) -> None:
+    """Flash, which pads such heads of other batches, neither."""
+
+    def job() -> None:
+        sequences = [torch.randn(length, 2, head, dtype=torch.bfloat16) for length in rows]
+        batch = torch.nested.nested_tensor(sequences, layout=torch.jagged, device=device)
+        q = batch.transpose(1, 2)
+        F.scaled_dot_product_attention(q, q, q)
+
+    with pytest.raises(CaptureError, match=why):
+        record(job)
 
 
 def test_views_and_in_place_operators_ask_for_nothing() -> None:

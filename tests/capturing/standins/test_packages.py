@@ -130,6 +130,7 @@ def test_states_of_eight_bits(name: str, states: int) -> None:
         import bitsandbytes as bnb  # type: ignore[import-not-found]
 
         made: torch.optim.Optimizer = getattr(bnb.optim, name)(parameters, lr=1e-3)
+        torch.optim.lr_scheduler.OneCycleLR(made, 1e-3, total_steps=9)  # which asks for betas
         return made
 
     trace = step_of(optimizer if name else of_another_package)
@@ -263,6 +264,23 @@ def test_what_a_product_of_eight_bits_takes_and_keeps(trained: bool) -> None:
     assert product == [rows * width * 4, rows * width * 2] * 8  # in int32, then in float16
     # One layer more keeps its input, and where its weight is trained the input in 8 bits.
     assert kept[1] - kept[0] == rows * width * (2 + trained) + trained * width * 4
+
+
+@absent("bitsandbytes")
+def test_a_product_of_eight_bits_whose_columns_do_not_come_in_fours() -> None:
+    rows, columns, inner = 64, 32, 66
+
+    def job() -> None:
+        import bitsandbytes as bnb
+
+        a, b = (torch.empty(n, inner, dtype=torch.int8, device="cuda") for n in (rows, columns))
+        scales = (torch.empty(n, device="cuda") for n in (rows, columns))
+        bnb.functional.int8_scaled_mm(a, b, *scales)
+
+    size = rows * columns
+    floats = [4 * rows * inner, 4 * columns * inner, 4 * size]
+    taken = made(record(job), bnb_kernels.int8_scaled_mm.name)
+    assert [n for n in taken if n < MIB] == [4 * size, *floats, 4 * size, 2 * size]
 
 
 # Liger-Kernel

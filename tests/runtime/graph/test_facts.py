@@ -20,11 +20,14 @@ from memplan.order.evaluate import held, peak
 from memplan.runtime.graph import step_capture as stepping
 from memplan.runtime.graph.compiled_graph import CompiledGraph
 from memplan.runtime.graph.execute import called
+from memplan.runtime.graph.joint import LossGradient
 from memplan.runtime.graph.operator_graph import OperatorGraph
 from memplan.runtime.graph.ordering import Ordering
 from memplan.runtime.graph.program import MemplanOp, facts_of, tensors
 from memplan.runtime.graph.report import ProgramReport
 from memplan.runtime.graph.step import CompiledStep
+from memplan.runtime.graph.updates import Updates
+from tests.capturing.jobs import record
 from tests.order.graphs import random_order
 from tests.runtime.graph.test_models import IMAGES, MODELS, Norm, language_model
 from tests.runtime.graph.test_optimizers import OPTIMIZERS
@@ -311,6 +314,33 @@ def test_the_promise_of_a_step_with_a_scaler(make: Callable[[], Job], clip: floa
     measured = measure(lambda: step(*job.batches[1]), there).peak_bytes
     assert_captured(step, 2)
     assert measured <= step.report().programs[0].ordered_peak_bytes
+
+
+def test_the_promise_of_a_step_on_a_card_has_the_numbers_of_scaling_and_clipping() -> None:
+    found = []
+
+    def job() -> None:
+        weights = [nn.Parameter(torch.ones(1, device="cuda")) for _ in range(300)]
+        for one in weights:
+            one.grad = torch.ones_like(one)
+        optimizer, scaler = torch.optim.SGD(weights, 0.1), torch.amp.GradScaler("cuda")
+        updates = Updates([optimizer])
+        updates.begin()
+        scaler.scale(torch.ones((), device="cuda"))
+        before = torch.cuda.memory_allocated()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(weights, 1.0)
+        taken = torch.cuda.max_memory_allocated() - before
+        found.append((taken, updates.step_scratch_bytes()))
+        loss_gradient = LossGradient(torch.ones((), device="cuda").bfloat16(), scaler)
+        torch.cuda.reset_peak_memory_stats()
+        kept = loss_gradient()
+        taken = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        found.append((taken, loss_gradient.scratch_bytes))
+        del kept
+
+    record(job)
+    assert len(found) == 2 and all(taken <= promised for taken, promised in found)
 
 
 def test_a_workspace_that_the_shape_function_does_not_know() -> None:

@@ -65,16 +65,14 @@ def install(patches: Patches) -> None:
         """Of Triton it asks how many bits a type has."""
         if sys.modules.get("triton.language") is not None:
             return scan(*args)
-        hidden = {name: sys.modules.pop(name, None) for name in _LANGUAGE}
+        hidden = {name: sys.modules[name] for name in _LANGUAGE if name in sys.modules}
         sys.modules.update(_LANGUAGE)
         try:
             return scan(*args)
         finally:
-            for name, module in hidden.items():
-                if module is None:
-                    del sys.modules[name]
-                else:
-                    sys.modules[name] = module
+            for name in _LANGUAGE:
+                del sys.modules[name]
+            sys.modules.update(hidden)  # with None where an import is forbidden
 
     patches.set(kernel, "scan", scan_without_triton)
 
@@ -83,7 +81,10 @@ class _Bits:
     """`triton.language` as far as types by their names."""
 
     def __getattr__(self, name: str) -> Any:
-        return types.SimpleNamespace(primitive_bitwidth=int(name.lstrip(string.ascii_letters)))
+        bits = name.lstrip(string.ascii_letters)
+        if not bits.isdecimal():  # imports ask for `__spec__`
+            raise AttributeError(name)
+        return types.SimpleNamespace(primitive_bitwidth=int(bits))
 
 
 _LANGUAGE: dict[str, Any] = {

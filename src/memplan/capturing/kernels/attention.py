@@ -47,6 +47,8 @@ class SdpaCall:
     """Grad mode is on and one of query, key, value requires grad."""
     last_strides_one: bool = True
     """The last dimension of query, key and value has stride 1."""
+    not_jagged: frozenset[str] = frozenset()
+    """Kernels that PyTorch does not take for these jagged nested tensors."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,8 @@ def reject(kernel: str, call: SdpaCall, env: SdpaEnvironment) -> str:
     """Why `kernel` cannot run this call; empty when it can."""
     if kernel not in env.enabled:
         return "disabled at run time"
+    if kernel in call.not_jagged:
+        return "not for these jagged tensors"
     return next((why for check in _CHECKS[kernel] if (why := check(call, env))), "")
 
 

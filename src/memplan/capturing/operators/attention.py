@@ -8,10 +8,12 @@ kernel is called instead, with its own saved tensors and its own backward.
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch.nested._internal import sdpa
 from torch.nn.attention import SDPBackend
 
 from memplan.capturing.kernels.attention import (
@@ -26,6 +28,7 @@ from memplan.capturing.kernels.model import version_tuple
 from memplan.capturing.patches.attributes import weakly
 from memplan.capturing.state import CaptureState, Handler
 from memplan.types.device import DeviceProfile
+from memplan.types.errors import CaptureError
 
 aten = torch.ops.aten
 
@@ -36,8 +39,12 @@ _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "math": SDPBackend.MATH,
     "none": SDPBackend.ERROR,
+}
+_JAGGED = {
+    "flash": sdpa._can_use_flash_sdpa_jagged,
+    "efficient": sdpa._can_use_efficient_sdpa_jagged,
+    "math": sdpa._can_use_math_sdpa_jagged,
 }
 _PRIORITY = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
 
@@ -75,10 +82,20 @@ class Attention:
         enable_gqa: bool,
     ) -> SDPBackend:
         """Stand-in for PyTorch's choice among the kernels for jagged nested tensors, which goes by
-        an order of its own; what follows calls the kernel's operator with all rows."""
-        choice = self.choose(
-            query, key, value, attn_mask, dropout, is_causal, enable_gqa, DEFAULT_ORDER
-        )
+        an order of its own; what follows calls the kernel's operator with all rows.
+
+        Raises CaptureError where it would multiply strided nested tensors.
+        """
+        order = DEFAULT_ORDER if query.device.type == self.state.device_type else ("math",)
+        choice = self.choose(query, key, value, attn_mask, dropout, is_causal, enable_gqa, order)
+        if choice.kernel == "math":
+            raise CaptureError(
+                f"{self.state.source() or 'the script'}: attention over these jagged nested "
+                f"tensors takes no kernel of a card ({choice.reason}), and the strided nested "
+                "tensors that PyTorch multiplies instead cannot be captured",
+                "no empty sequences, and a dtype and head size that a kernel takes; or a padded "
+                "batch with a mask",
+            )
         self._count(query, choice)
         return _BACKENDS[choice.kernel]
 
@@ -170,6 +187,7 @@ class Attention:
             requires_grad=torch.is_grad_enabled()
             and any(t.requires_grad for t in (query, key, value)),
             last_strides_one=all(t.stride(-1) == 1 for t in (query, key, value)),
+            not_jagged=_not_jagged(query, key, value, is_causal),
         )
         return choose_sdpa(call, self._environment(order))
 
@@ -199,6 +217,16 @@ def _priority() -> tuple[str, ...] | None:
         _PRIORITY[number] for number in torch._C._get_sdp_priority_order() if number in _PRIORITY
     )
     return None if order[: len(DEFAULT_ORDER)] == DEFAULT_ORDER else order
+
+
+def _not_jagged(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
+) -> frozenset[str]:
+    """Kernels that PyTorch's own checks of jagged nested tensors, beside the usual ones, refuse."""
+    if query.layout is not torch.jagged or query.dim() != 4:
+        return frozenset()
+    call: Any = SimpleNamespace(query=query, key=key, value=value, is_causal=is_causal)
+    return frozenset(name for name, may_take in _JAGGED.items() if not may_take(call))
 
 
 def _sizes(tensor: torch.Tensor) -> tuple[int, ...]:

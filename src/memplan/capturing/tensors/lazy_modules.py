@@ -10,11 +10,12 @@ from torch.nn import parameter as parameter_module
 
 if TYPE_CHECKING:
     from memplan.capturing.patches.attributes import Patches
+    from memplan.capturing.state import CaptureState
 
 _DATA = "_memplan_data"
 
 
-def install(patches: Patches) -> None:
+def install(patches: Patches, state: CaptureState) -> None:
     """Patch lazy modules until `patches.undo()`."""
     mixin: Any = vars(parameter_module)["UninitializedTensorMixin"]
     real_data: Any = vars(torch.Tensor)["data"]
@@ -55,7 +56,11 @@ def install(patches: Patches) -> None:
         given = vars(tensor).get(_DATA)
         return real_data.__get__(tensor) if given is None else given
 
+    def set_data(tensor: Any, value: Any) -> None:
+        real_data.__set__(tensor, value)
+        state.belongs_to_module(value)
+
     for kind in (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer):
         patches.set(kind, "__new__", born(kind.__new__))
-    patches.set(mixin, "data", property(data, real_data.__set__))
+    patches.set(mixin, "data", property(data, set_data))
     patches.set(torch.nn.Module, "_apply", apply)

@@ -41,6 +41,7 @@ from memplan.runtime.graph.program import (
 from memplan.runtime.graph.rematerialize import NodeReplay, rematerialized, saved_by
 from memplan.runtime.graph.update_nodes import Number, State, TakeGradient
 from memplan.runtime.graph.updates import Updates
+from memplan.types.allocation import ROUNDING
 from memplan.types.errors import UsageError
 
 
@@ -112,7 +113,8 @@ class LossGradient(MemplanOp):
     def __init__(self, like: torch.Tensor, scaler: torch.amp.GradScaler | None) -> None:
         self._shape, self._dtype, self._device = like.shape, like.dtype, like.device
         self._scaler = scaler
-        self.scratch_bytes = 0 if scaler is None else like.element_size() + 4
+        numbers = 2 * ROUNDING if like.is_cuda else like.element_size() + 4
+        self.scratch_bytes = 0 if scaler is None else numbers
 
     def __call__(self) -> torch.Tensor:
         one = torch.ones(self._shape, dtype=self._dtype, device=self._device)

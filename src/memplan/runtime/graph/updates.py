@@ -365,9 +365,9 @@ class Updates:
         over them may still hold a temporary of one tensor when it comes to the next.
         """
         # Norms where gradients are clipped, with what is computed of them, and a scaler's numbers:
-        # on CUDA a block each.
+        # on CUDA a block each. All norms are in one more tensor.
         on_cuda = any(one.is_cuda for one in self.parameters())
-        each = ROUNDING if on_cuda else _OF_NUMBERS
+        each = _OF_NUMBERS + (ROUNDING if on_cuda else 0)
         most = (len(self._groups_by_parameter) + _MORE_NUMBERS) * each
         for optimizer in self.optimizers:
             for number, group in enumerate(optimizer.param_groups):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _ROWS_ALWAYS_FUSED, _ROWS_EVER_FUSED = 4, 1536
 _FLOAT = 4
+_COLUMNS = 4
 
 
 def _gemm_4bit(
@@ -54,8 +55,11 @@ def _int8_scaled_mm(
     bias: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """A times the transposed B: in int32, then in float16, then in the dtype that is asked for."""
+    """A times the transposed B: in int32, then in float16, then in the dtype that is asked for.
+    cuBLAS takes columns in fours: others are multiplied in float32 first."""
     product = a.new_empty((*a.shape[:-1], b.shape[0]), dtype=torch.int32)
+    if a.shape[-1] % _COLUMNS:
+        torch.matmul(a.float(), b.float().t()).to(torch.int32)
     made = torch.empty_like(product, dtype=torch.float16)
     if bias is not None and bias.dtype != torch.float16:
         made.add_(bias)

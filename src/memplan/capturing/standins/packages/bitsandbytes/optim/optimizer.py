@@ -65,8 +65,9 @@ class Optimizer8bit(torch.optim.Optimizer):
     is_paged = False
 
     def __init__(self, params: Any, lr: float = 1e-3, *_args: Any, **options: Any) -> None:
-        defaults = {"lr": lr, "weight_decay": options.get("weight_decay", 0.0)}
-        super().__init__(params, defaults)
+        usual = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+        given = {name: options.get(name, value) for name, value in usual.items()}
+        super().__init__(params, {"lr": lr, **given})
         self.is_paged = bool(options.get("is_paged", self.is_paged))
         self.optim_bits = 8 if self.bits == 8 else int(options.get("optim_bits", 32))
         self.min_8bit_size = int(options.get("min_8bit_size", _LEAST))
@@ -150,7 +151,7 @@ class Optimizer2State(Optimizer8bit):
         **options: Any,
     ) -> None:
         options |= {"optim_bits": optim_bits, "min_8bit_size": min_8bit_size}
-        super().__init__(params, lr, weight_decay=weight_decay, **options)
+        super().__init__(params, lr, betas=betas, eps=eps, weight_decay=weight_decay, **options)
 
 
 class Optimizer1State(Optimizer2State):
