@@ -143,6 +143,31 @@ def test_an_optimizer_of_the_user_runs_with_all_gradients_there() -> None:
     assert_captured(step, 4)
 
 
+def moved(parameter: Tensor, gradient: Tensor) -> None:
+    parameter.sub_(gradient, alpha=0.1)
+
+
+class Compiling(torch.optim.Optimizer):
+    """Compiles what it does to a parameter, as torchao's optimizers do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            torch.compile(moved, fullgraph=True, backend="eager")(parameter, parameter.grad)
+
+
+def test_an_optimizer_that_compiles_its_updates() -> None:
+    """What is compiled for the first time under a dispatch mode never is again."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    step = memplan.compile(lambda x: model(x).sum(), optimizer=Compiling(model.parameters()))
+    for _ in range(2):
+        step(torch.ones(2, 3))
+    assert_captured(step, 2)
+
+
 @pytest.mark.parametrize("foreach", [False, True])
 def test_adafactor_by_foreach_sees_all_parameters_at_once(foreach: bool) -> None:
     """On a GPU its norms are reduced in an order that depends on the list."""

@@ -392,7 +392,8 @@ class Updates:
         shell = alone(optimizer, group, *models)  # such kernels are not there
         shell.state = defaultdict(dict)
         meter = MetaPeak()
-        with meter:
+        # A function that the optimizer compiles itself would be marked as one not to be compiled.
+        with torch.compiler.set_stance("force_eager"), meter:
             plain_step(of_torch(type(optimizer)))(shell)
         held = tensors(list(shell.state.values()))
         seen = sum(storage_bytes(one) for one in held if one.is_meta)  # counts of steps are not
