@@ -16,7 +16,7 @@ from memplan.cli.app import main
 from memplan.runtime.planned import install, pluggable
 from memplan.runtime.planned.files import RunFiles
 from memplan.runtime.planned.install import PlannedRun
-from memplan.types.plan import Plan
+from memplan.types.plan import Fingerprint, Plan
 from memplan.types.plan_file import load_plan, save_plan
 from memplan.types.trace_file import load_trace
 from tests.runtime.planned.fake_library import FakeLibrary, StorageWatch
@@ -189,6 +189,16 @@ def test_expandable_segments_of_the_user_are_refused(
     assert main(["run", "train.py"]) == 125
     said = capsys.readouterr().err
     assert "expandable_segments and the planned allocator exclude" in said and "try: unset" in said
+
+
+def test_a_plan_of_another_job_is_named_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(pluggable, "why_not", lambda: "there is no GPU")
+    plan = Plan(made_from=Fingerprint(command=["other.py"]))
+    install.start(plan, command=["train.py"], say=said.append)
+    assert any("the plan was made for other.py" in text for text in said)
 
 
 def test_without_a_gpu_a_note_and_the_ordinary_allocator(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_plan_is_found_written_and_named(capsys: pytest.CaptureFixture[str]) -
     lines, stages = (text.splitlines() for text in capsys.readouterr())
     assert stages[0] == "memplan: capturing train.py"
     assert stages[1].startswith("memplan: looking for a plan (capture 2, about ")
-    assert all(" s left if that will do)" in stage for stage in stages[1:])
+    assert all(" s left if this is enough)" in stage for stage in stages[1:])
     assert lines[0].startswith("fits with a plan: peak ") and lines[0].endswith(" % time")
     assert any(line.startswith("  recompute  blocks") for line in lines)
     assert lines[-1] == "next: memplan run --plan job.plan train.py --lr 0.1"
@@ -159,6 +159,7 @@ def test_no_plan_fits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
         f"next: memplan fit --gpu 1100MiB -o job.plan train.py --batch-size {value}"
     )
     assert not Path("job.plan").exists()
+    assert any("job.plan was not written" in line for line in lines)
 
 
 def test_without_o_the_next_command_has_it(capsys: pytest.CaptureFixture[str]) -> None:

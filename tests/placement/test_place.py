@@ -25,6 +25,7 @@ def test_the_smallest_card_of_the_same_kernels_holds_the_high_bound() -> None:
     assert small.card is not None and small.card.card == "a100-40gb"
     assert small.mig is not None and small.mig.mig == "3g.40gb" and small.mig.card == "a100-80gb"
     assert any("kernels may take other workspaces" in note for note in small.notes)
+    assert "compute capability 8.0 alone were looked at" in small.notes[0]
     large = _placed(answer_of("a100-80gb", 40 * GIB))
     assert large.card is not None and large.card.card == "a100-80gb" and large.mig is None
 
@@ -38,6 +39,7 @@ def test_a_named_card_and_no_other() -> None:
     answer = answer_of("a100-80gb", 12 * GIB)
     named = _placed(answer, named=find_profile("a100-80gb"))
     assert named.card is not None and named.card.card == "a100-80gb"
+    assert not any("looked at" in note for note in named.notes)
     assert named.mig is not None and named.mig.card == "a100-80gb" and named.mig.mig == "1g.20gb"
     with pytest.raises(UsageError, match=r"compute capability 8.0; h100 has 9.0"):
         _placed(answer, named=find_profile("h100"))

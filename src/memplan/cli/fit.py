@@ -98,6 +98,9 @@ def _run(args: argparse.Namespace) -> int:
         if path is not None and fitted.plan is not None:
             save_plan(fitted.plan, path, overwrite=args.force)
             answer = msgspec.structs.replace(answer, plan=args.output)
+        elif path is not None:
+            notes = [*answer.notes, f"{args.output} was not written: there is no plan that fits."]
+            answer = msgspec.structs.replace(answer, notes=notes)
         if folder is not None:
             answer = _with_frontier_saved(fitted, answer, folder, args)
     if args.json:

@@ -85,7 +85,7 @@ class Search:
         left, self._shown = "", True
         if self.captures:
             seconds = self._expected * (time.monotonic() - self._began) / self.captures
-            left = f" (capture {self.captures + 1}, about {seconds:.0f} s left if that will do)"
+            left = f" (capture {self.captures + 1}, about {seconds:.0f} s left if this is enough)"
         self.progress(f"{self._text}{left}")
 
     def solving_seconds(self, most: float) -> float:

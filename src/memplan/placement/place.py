@@ -152,7 +152,7 @@ def place(
         processes_per_node=local,
         host_bytes_per_node=_host_bytes(answer, local),
         command=list(answer.command),
-        notes=[*demand.notes, *_notes(answer, demand.seen, card, mig)],
+        notes=[*demand.notes, *_notes(answer, demand.seen, card, mig, named)],
     )
 
 
@@ -185,8 +185,17 @@ def _host_bytes(answer: Estimate, local: int) -> int | None:
 
 
 def _notes(
-    answer: Estimate, seen: DeviceProfile, card: Slot | None, mig: Slot | None
+    answer: Estimate,
+    seen: DeviceProfile,
+    card: Slot | None,
+    mig: Slot | None,
+    named: DeviceProfile | None,
 ) -> Iterator[str]:
+    if named is None:
+        yield (
+            f"cards of compute capability {seen.capability_text} alone were looked at, that of the "
+            "capture; memplan sweep --gpu NAME,NAME … captures for others"
+        )
     if card is not None and card.card != seen.name:
         yield (
             f"captured for {seen.name}: on {card.card} kernels may take other workspaces; "

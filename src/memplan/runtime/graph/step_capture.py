@@ -316,7 +316,7 @@ class StepCapture:
                 spans.append((start, start + _extent(one), trained or place in written))
                 if not trained:
                     others.add(one.untyped_storage().data_ptr())
-        for one in self._updates.written():
+        for one in self._updates.written() if others else ():
             if one.layout is torch.strided and one.untyped_storage().data_ptr() in others:
                 return "the loss depends on optimizer state or gradients, which the step changes"
         spans.sort()

@@ -109,16 +109,15 @@ def start(
 
     `command`: the job's words. `say` gets sentences for people. Raises as `install` does.
     """
-    reason = pluggable.why_not()
-    if reason:
+    if plan is not None:
+        compare(plan, command, say)
+    if reason := pluggable.why_not():
         say(f"{reason}: PyTorch's ordinary allocator serves the job")
         return PlannedRun()
     if _Process.running is not None:
         raise UsageError("a job is already being served in this process", "close() the first")
     conf = conf_in(os.environ)
     library, pluggable_used = _taken_over(conf)
-    if plan is not None:
-        compare(plan, command, say)
     meta = observed_meta(command or sys.argv[:1], torch.__version__, "", conf)
     job = Job(
         library,
