@@ -63,6 +63,8 @@ def test_what_the_card_would_measure_is_zero() -> None:
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByIndex(0)
         assert pynvml.nvmlDeviceGetPowerUsage(handle) == 0
+        with pytest.raises(pynvml.NVMLError, match="Not Supported"):
+            pynvml.nvmlDeviceGetEnforcedPowerLimit(handle)
         assert pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) == 0
         assert pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU) == 0
 

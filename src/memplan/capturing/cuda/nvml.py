@@ -2,9 +2,9 @@
 
 `pynvml` (of nvidia-ml-py) looks each function up in the driver's library and passes it C structures
 to fill in. Here that library is an object of Python functions. One that it does not have gives 0
-where it asks a card for a number (power, temperature, clocks), and else answers "not supported", as
-a card does that cannot tell. Nothing else runs on the cards; of the job's own
-memory they know what `torch.cuda.mem_get_info` does.
+where it asks a card for a number (power, temperature, clocks), and answers "not supported" where
+that is a limit, by which scripts divide, and elsewhere, as a card does that cannot tell. Nothing
+else runs on the cards; of the job's own memory they know what `torch.cuda.mem_get_info` does.
 """
 
 # ruff: noqa: N802 - the names are NVML's
@@ -22,6 +22,7 @@ from memplan.capturing.patches.attributes import Patches
 
 _SUCCESS, _INVALID_ARGUMENT, _NOT_SUPPORTED, _NOT_FOUND = 0, 2, 3, 6
 _NUMBERS = (ctypes.c_int, ctypes.c_uint, ctypes.c_ulonglong)
+_LIMITS = ("Limit", "Max")
 _MESSAGES = {
     _SUCCESS: b"Success",
     _INVALID_ARGUMENT: b"Invalid Argument",
@@ -57,7 +58,8 @@ class _Library:
             if method is not None:
                 return method(self, *args)
             place = getattr(args[-1], "_obj", None) if args else None
-            if not name.startswith("nvmlDeviceGet") or type(place) not in _NUMBERS:
+            asks = name.startswith("nvmlDeviceGet") and type(place) in _NUMBERS
+            if not asks or any(word in name for word in _LIMITS):
                 return _NOT_SUPPORTED
             return _number(args[-1], 0)
 
