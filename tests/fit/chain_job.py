@@ -15,7 +15,7 @@ from memplan.types.plan import Plan, RecomputeGroup
 from memplan.types.solution import Infeasible, Solution, Solved
 from memplan.types.step_graph import StepGraph
 from memplan.types.trace import EventKind, Phase, Role, Trace, TraceMeta
-from memplan.worker.captures import Captured
+from memplan.worker.captures import Captured, CaptureProgram
 from memplan.worker.failure import CaptureFailedError
 from memplan.worker.request import Outcome
 
@@ -27,6 +27,21 @@ _STEPS = 2
 def not_captured(message: str) -> CaptureFailedError:
     outcome = Outcome(kind="not_captured", exit_code=4, message=f"error: {message}", hint="another")
     return CaptureFailedError(outcome, "a warning\n")
+
+
+def capturing(answer: Callable[[ScriptTarget, Plan | None], Captured]) -> CaptureProgram:
+    """A capture whose answer depends on the program and the plan alone. A decorator."""
+
+    def capture(
+        program: ScriptTarget,
+        plan: Plan | None = None,
+        *,
+        quiet: bool = False,
+        steps: int | None = None,
+    ) -> Captured:
+        return answer(program, plan)
+
+    return capture
 
 
 class _Writer:

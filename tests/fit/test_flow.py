@@ -22,7 +22,7 @@ from memplan.types.device import find_profile
 from memplan.types.plan import Plan
 from memplan.worker.captures import Captured
 from memplan.worker.failure import CaptureFailedError
-from tests.fit.chain_job import BATCH, MIB, ChainProgram, Greedy, not_captured
+from tests.fit.chain_job import BATCH, MIB, ChainProgram, Greedy, capturing, not_captured
 
 SOURCE = 'parser.add_argument("--batch-size", type=int, default=8)\n'
 
@@ -302,7 +302,7 @@ def test_early_updates_that_fail_are_left_out(program: ScriptTarget) -> None:
         ) -> Captured:
             if plan is not None and plan.order and (plan.recompute is not None) == together:
                 raise not_captured("it fails")
-            return chain(program, plan, quiet=quiet)
+            return chain(program, plan)
 
         answer = fit(program, chain.profile, capture, Greedy()).answer
         kinds = {lever.kind for lever in answer.levers}
@@ -315,16 +315,11 @@ def test_early_updates_that_fail_are_left_out(program: ScriptTarget) -> None:
 def test_why_a_capture_has_no_early_updates_is_said(program: ScriptTarget) -> None:
     chain = job("13GiB", weight=128 * MIB, clips=False)
 
-    def capture(
-        program: ScriptTarget,
-        plan: Plan | None = None,
-        *,
-        quiet: bool = False,
-        steps: int | None = None,
-    ) -> Captured:
+    @capturing
+    def capture(program: ScriptTarget, plan: Plan | None) -> Captured:
         if plan is None or plan.order is None:
-            return chain(program, plan, quiet=quiet)
-        plain = chain(program, quiet=quiet)
+            return chain(program, plan)
+        plain = chain(program)
         unmet = {"order": "In its own words.", "state": "Of another part."}
         meta = msgspec.structs.replace(plain.trace.meta, unmet=unmet)
         return replace(plain, trace=replace(plain.trace, meta=meta))
@@ -336,16 +331,11 @@ def test_why_a_capture_has_no_early_updates_is_said(program: ScriptTarget) -> No
 def test_recomputation_that_fails_is_left_out(program: ScriptTarget) -> None:
     chain = job("2600MiB")
 
-    def capture(
-        program: ScriptTarget,
-        plan: Plan | None = None,
-        *,
-        quiet: bool = False,
-        steps: int | None = None,
-    ) -> Captured:
+    @capturing
+    def capture(program: ScriptTarget, plan: Plan | None) -> Captured:
         if plan is not None and plan.recompute is not None:
             raise not_captured("it fails")
-        return chain(program, plan, quiet=quiet)
+        return chain(program, plan)
 
     answer = fit(program, chain.profile, capture, Greedy()).answer
     assert not answer.fits and answer.changes[0].kind == "batch_size"
@@ -379,14 +369,9 @@ def test_a_job_without_backward_gets_changes_only(
     """Such a trace has no graph to plan on; what helps is still looked for."""
     chain = job("1250MiB", weight=2 * MIB)
 
-    def forward_only(
-        program: ScriptTarget,
-        plan: Plan | None = None,
-        *,
-        quiet: bool = False,
-        steps: int | None = None,
-    ) -> Captured:
-        captured = chain(program, None, quiet=quiet)
+    @capturing
+    def forward_only(program: ScriptTarget, plan: Plan | None) -> Captured:
+        captured = chain(program)
         object.__setattr__(
             captured.trace.ops, "moved_bytes", np.full(len(captured.trace.ops), -1, np.int64)
         )

@@ -24,7 +24,7 @@ from memplan.types.trace import EventKind, Phase, Trace, TraceMeta
 from memplan.worker.captures import Captured
 from memplan.worker.failure import CaptureFailedError
 from tests import warm
-from tests.fit.chain_job import not_captured
+from tests.fit.chain_job import capturing, not_captured
 from tests.schemas import read_answer
 
 MIB = 1 << 20
@@ -172,13 +172,8 @@ def test_an_option_that_saves_memory() -> None:
     script.each = -20
     script.fixed = 3000
 
-    def capture(
-        program: ScriptTarget,
-        plan: Plan | None = None,
-        *,
-        quiet: bool = False,
-        steps: int | None = None,
-    ) -> Captured:
+    @capturing
+    def capture(program: ScriptTarget, plan: Plan | None) -> Captured:
         trace = trace_of(100, 1600 // int(program.argv[1]))
         return Captured(trace, estimate(trace, CARD))
 

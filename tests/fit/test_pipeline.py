@@ -15,7 +15,7 @@ from memplan.recompute.solve import Solver
 from memplan.types.device import find_profile
 from memplan.types.plan import Plan
 from memplan.worker.captures import Captured
-from tests.fit.chain_job import not_captured
+from tests.fit.chain_job import capturing, not_captured
 from tests.phases import test_in_flight
 from tests.phases.test_in_flight import captured
 
@@ -26,13 +26,8 @@ def test_a_stage_is_made_to_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     script.write_text("")
     profile = find_profile("2100MiB")
 
-    def capture(
-        program: ScriptTarget,
-        plan: Plan | None = None,
-        *,
-        quiet: bool = False,
-        steps: int | None = None,
-    ) -> Captured:
+    @capturing
+    def capture(program: ScriptTarget, plan: Plan | None) -> Captured:
         if plan is not None and (plan.state or plan.offload or plan.loss or plan.low_bit):
             raise not_captured("recomputation alone is looked at")
         trace = captured(Schedule1F1B, 0, part=plan.recompute if plan else None)

@@ -24,7 +24,7 @@ from memplan.types.plan import OrderPart, Plan, StatePart
 from memplan.types.trace import Communicator
 from memplan.worker.captures import Captured
 from tests.estimation.jobs import MIB, training_job
-from tests.fit.chain_job import ChainProgram, not_captured
+from tests.fit.chain_job import ChainProgram, capturing, not_captured
 
 CARD = find_profile("4GiB")
 
@@ -172,13 +172,8 @@ def test_a_switch_counts_as_captured(tmp_path: Path) -> None:
     program = script(tmp_path, SWITCHES, "--no-reshard")
     before = state(program, {1: 64})
 
-    def capture(
-        program: ScriptTarget,
-        plan: Plan | None = None,
-        *,
-        quiet: bool = False,
-        steps: int | None = None,
-    ) -> Captured:
+    @capturing
+    def capture(program: ScriptTarget, plan: Plan | None) -> Captured:
         if "--cpu-offload" in program.argv:
             raise not_captured("no offload here")
         weight = 8 if "--reshard" in program.argv else 64

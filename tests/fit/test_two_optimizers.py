@@ -21,7 +21,7 @@ from memplan.runtime.apply import AppliedEverywhere
 from memplan.types.device import find_profile
 from memplan.types.plan import Plan
 from memplan.worker.captures import Captured
-from tests.fit.chain_job import not_captured
+from tests.fit.chain_job import capturing, not_captured
 
 
 def network(features: int, width: int, outputs: int) -> nn.Module:
@@ -65,13 +65,8 @@ def test_both_networks_of_a_gan_are_planned(tmp_path: Path, every: int) -> None:
     script.write_text("")
     program, profile = ScriptTarget("script", str(script), ()), find_profile("1550MiB")
 
-    def capture(
-        program: ScriptTarget,
-        plan: Plan | None = None,
-        *,
-        quiet: bool = False,
-        steps: int | None = None,
-    ) -> Captured:
+    @capturing
+    def capture(program: ScriptTarget, plan: Plan | None) -> Captured:
         if plan is not None and (plan.state or plan.offload):
             raise not_captured("recomputation alone is looked at")
         said: list[str] = []
