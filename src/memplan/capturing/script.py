@@ -186,7 +186,7 @@ def _stopped(
         else:
             hint = f"its own arguments after its name: memplan estimate {target.name} …"
         return UsageError(
-            f"{target.name} refused its arguments (exit code 2; its own message is above)", hint
+            f"{target.name} ended with exit code 2, as scripts do that refuse their arguments", hint
         )
     if reported is not None:
         return _script_failed(reported, target, options, refused)

@@ -31,8 +31,9 @@ def outcome_of(error: Exception) -> Outcome:
         return error.outcome
     known = error if isinstance(error, MemplanError) else refusal(error)
     if known is not None:
+        kind = "not_captured" if isinstance(known, NoAnswerError) else "error"
         return Outcome(
-            kind="not_captured" if isinstance(known, NoAnswerError) else "error",
+            kind="out_of_memory" if isinstance(known.__cause__, MemoryError) else kind,
             exit_code=known.exit_code,
             message=f"error: {known.message}",
             hint=known.hint,

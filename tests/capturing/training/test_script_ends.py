@@ -87,7 +87,7 @@ def test_gradients_without_an_optimizer_are_an_answer(tmp_path: Path) -> None:
         (
             "import argparse as a; p = a.ArgumentParser(); p.add_argument('d'); p.parse_args()",
             UsageError,
-            "refused its arguments",
+            "exit code 2, as scripts do that refuse their arguments",
         ),
     ],
 )
