@@ -192,7 +192,7 @@ def _stopped(
         return _script_failed(reported, target, options, refused)
     code = stop.code if isinstance(stop.code, int) else f"1: {beginning(str(stop.code))}"
     return CaptureError(
-        f"{target.name} stopped with exit code {code} before its first steps were seen"
+        f"{target.name} stopped before its first steps were seen, with exit code {code}"
         + (f" (it wanted to reach {', '.join(refused[:3])})" if refused else ""),
         DOWNLOADS if refused else f"check that it starts: python {target.name}",
     )
