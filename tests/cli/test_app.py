@@ -37,14 +37,16 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"memplan {__version__}\n"
+    for word in ("--version", "version"):
+        assert main([word]) == 0
+        assert capsys.readouterr().out == f"memplan {__version__}\n"
 
 
 @pytest.mark.parametrize("command", ["estimate", "simulate", "export", "env"])
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command, "--help"]) == 0
-    assert f"memplan {command}" in capsys.readouterr().out
+    for words in ([command, "--help"], ["help", command]):
+        assert main(words) == 0
+        assert capsys.readouterr().out.startswith(f"usage: memplan {command}")
 
 
 @pytest.mark.parametrize(
