@@ -37,14 +37,16 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"memplan {__version__}\n"
+    for word in ("--version", "version"):
+        assert main([word]) == 0
+        assert capsys.readouterr().out == f"memplan {__version__}\n"
 
 
 @pytest.mark.parametrize("command", ["estimate", "simulate", "export", "env"])
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command, "--help"]) == 0
-    assert f"memplan {command}" in capsys.readouterr().out
+    for words in ([command, "--help"], ["help", command]):
+        assert main(words) == 0
+        assert capsys.readouterr().out.startswith(f"usage: memplan {command}")
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,9 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
             "unrecognized arguments: --lr=1",
             "try: `memplan simulate --help`\n",
         ),
+        (["estimate", "--GPU", "l4", "x"], "unrecognized arguments: --GPU", "--gpu, or"),
+        (["estimate", "--alloc_conf=a", "x"], "unrecognized arguments", "try: --alloc-conf, or"),
+        (["estimate", "--batch_size", "1", "x"], "unrecognized arguments", "try: `memplan"),
         (["estimate", "--gpu"], "argument --gpu: expected one argument", "--help"),
         (["estimate", "--steps", "-1", "x"], "'-1' is not a number of steps", "--help"),
         (["estimate", "--steps", "x", "y"], "'x' is not a number of steps", "--help"),

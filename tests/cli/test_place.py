@@ -58,5 +58,5 @@ def test_bad_input(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
     bad = tmp_path / "bad.json"
     bad.write_text("{}")
     assert main(["place", str(bad)]) == 2
-    assert "neither a trace nor an answer" in capsys.readouterr().err
+    assert f"{bad}: neither a trace nor an answer" in capsys.readouterr().err
     assert main(["place", str(tmp_path / "none")]) == 2

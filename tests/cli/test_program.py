@@ -84,6 +84,25 @@ def test_a_misspelt_script_gets_near_names(tmp_path: Path) -> None:
     assert caught.value.hint == str(tmp_path / "train.py")
 
 
+@pytest.mark.parametrize(
+    ("program", "hint"),
+    [
+        (script("pkg.train"), "-m pkg.train"),
+        (module("pkg/train.py"), "pkg/train.py without -m"),
+        (script("nosuchprogram"), "if nosuchprogram is a program that starts one, what it starts"),
+    ],
+)
+def test_a_program_named_in_another_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: ScriptTarget, hint: str
+) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError) as caught:
+        check_program(program, "usage")
+    assert hint in caught.value.hint
+
+
 def test_a_command_in_quotes() -> None:
     with pytest.raises(UsageError, match="no script") as caught:
         check_program(script("train.py --epochs 1"), "usage")

@@ -34,6 +34,10 @@ if options.heads == 3:
 if options.heads == 9:
     import os, signal
     os.kill(os.getpid(), signal.SIGKILL)
+if options.heads == 10:
+    raise MemoryError
+if options.heads == 11:
+    raise SystemExit(2)
 layer = torch.nn.Linear(64, 64).cuda()
 optimizer = torch.optim.SGD(layer.parameters())
 for _ in range(20):
@@ -253,18 +257,32 @@ def test_a_ranking_that_cannot_be_by_samples_says_so(
 def test_captures_in_processes_of_this_machine(
     script: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """One that fits, one that the script refuses, one whose value it refuses, one whose worker
-    dies."""
-    found = _json(["--gpu", "rtx4090", "--vary", "heads=4,3,many,9", script], capfd)
+    """One that fits, one that the script refuses, one whose value it refuses (with a message or
+    without), one whose worker dies, one that this machine has no memory for."""
+    found = _json(["--gpu", "rtx4090", "--vary", "heads=4,3,many,9,10,11", script], capfd)
     assert {row["values"]["heads"]: row["status"] for row in found["rows"]} == {
         "4": "fits",
         "3": "impossible",
         "many": "impossible",
         "9": "failed",
+        "10": "failed",
+        "11": "impossible",
     }
     reasons = {row["values"]["heads"]: row["reason"] for row in found["rows"]}
     assert "ValueError: 64 is no multiple of 3" in reasons["3"] and "SIGKILL" in reasons["9"]
+    assert reasons["11"].endswith(
+        "train.py ended with exit code 2, as scripts do that refuse their arguments"
+    )
     assert reasons["many"].endswith("argument -H/--heads: invalid int value: 'many'")
+
+
+def test_a_capture_that_takes_too_long_is_a_row(
+    script: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--gpu", "h100", "--vary", "heads=4", "--timeout", "0.05", script]
+    (row,) = _json(words, capfd, code=4)["rows"]
+    assert row["status"] == "failed"
+    assert row["reason"] == "no answer within 0.05 s (--timeout)"
 
 
 def test_nothing_fits_and_nothing_is_known(

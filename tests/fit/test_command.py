@@ -80,8 +80,8 @@ def test_a_plan_is_found_written_and_named(capsys: pytest.CaptureFixture[str]) -
     assert fit(*words) == 0
     lines, stages = (text.splitlines() for text in capsys.readouterr())
     assert stages[0] == "memplan: capturing train.py"
-    assert stages[1].startswith("memplan: looking for a plan (capture 2, about ")
-    assert all(" s left if this is enough)" in stage for stage in stages[1:])
+    assert stages[1].startswith("memplan: looking for a plan (capture 2, ")
+    assert all(" s so far)" in stage for stage in stages[1:])
     assert lines[0].startswith("fits with a plan: peak ") and lines[0].endswith(" % time")
     assert any(line.startswith("  recompute  blocks") for line in lines)
     assert lines[-1] == "next: memplan run --plan job.plan train.py --lr 0.1"
@@ -150,7 +150,7 @@ def test_no_plan_fits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     monkeypatch.setattr(FakeCapture, "weight", 2 * MIB)
     assert fit("--gpu", "1100MiB", "-o", "job.plan", "train.py") == 3
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("does not fit: least possible peak ")
+    assert lines[0].startswith("does not fit 1100 MiB with any plan: a card of ")
     assert "nearest changes that fit" in lines
     change = next(line for line in lines if line.startswith("  --batch-size "))
     assert "(now 8)" in change

@@ -16,6 +16,7 @@ from memplan.fit.maximize import MOST_CAPTURES, Maximized, maximize
 from memplan.fit.maximum_text import maximum_lines
 from memplan.fit.option_choice import find_option
 from memplan.fit.options import NumericOption
+from memplan.sweep.grid import unknown_option
 from memplan.types.builder import TraceBuilder
 from memplan.types.device import find_profile
 from memplan.types.errors import NoAnswerError, UsageError
@@ -273,6 +274,21 @@ def test_no_option(tmp_path: Path, words: str, name: str, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         find_option(program, name)
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("words", ["--config {}", "--config={}", "{}"])
+def test_an_option_in_a_file_of_the_script(tmp_path: Path, words: str) -> None:
+    config, data = tmp_path / "a.yaml", tmp_path / "data.bin"
+    config.write_text("train:\n  batch-size: 8\n")
+    data.write_bytes(b"\xff batch_sizes")
+    argv = (f"--data={data}", *words.format(config).split())
+    said = f"{config} has batch_size, and memplan changes no files: a copy for each value"
+    program = ScriptTarget("script", "train.py", argv)
+    with pytest.raises(UsageError) as caught:
+        find_option(program, "batch_size")
+    assert caught.value.hint.startswith(said)
+    assert unknown_option(program, "batch_size").hint.startswith(said)
+    assert "memplan changes" not in unknown_option(program, "batch").hint
 
 
 def test_of_an_option_given_twice_the_last_is_set() -> None:

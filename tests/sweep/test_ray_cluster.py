@@ -97,6 +97,14 @@ def _lose_when_busy(cluster: Any, node: Any) -> None:
     cluster.remove_node(node, allow_graceful=False)
 
 
+def test_a_capture_that_takes_too_long_is_a_row(
+    cluster: Any, script: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--gpu", "rtx4090", "--ray", cluster.address, "--vary", "width=8"]
+    assert main(["sweep", "--timeout", "0.05", *words, script]) == 4
+    assert "no answer within 0.05 s (--timeout)" in capfd.readouterr().out
+
+
 def test_signals_are_still_those_of_the_command(cluster: Any) -> None:
     heard = []
     before = signal.signal(signal.SIGTERM, lambda number, _frame: heard.append(number))

@@ -124,6 +124,7 @@ def test_a_newer_chip_of_a_known_generation_takes_the_nearest() -> None:
     [
         ("rtx4080", "unknown GPU 'rtx4080'", "rtx4090"),
         ("h10", "unknown GPU 'h10'", "--gpu h100"),
+        ("h100,l4", "unknown GPU 'h100,l4'", "memplan sweep --gpu h100,l4 …"),
         ("nonsense", "unknown GPU 'nonsense'", "memplan env"),
         ("", "unknown GPU ''", "memplan env"),
         ("a100", "'a100' comes in several sizes", "--gpu a100-40gb or --gpu a100-80gb"),

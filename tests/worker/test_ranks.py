@@ -127,7 +127,7 @@ def test_the_answer_is_the_largest_rank(folder: Path) -> None:
     assert first["same_as"] is None and last["same_as"] is None
     assert answer["command"] == ["train.py", "--x"]
     assert "rank 0 ['--x'] B" in err and "rank 1 [" not in err
-    assert "memplan: capturing rank 0 and 1 of 2\n" in err
+    assert "memplan: capturing ranks 0 and 1 of 2\n" in err
     assert len(load_trace(folder / "job" / "job.trace")) == answer["events"]
     assert sorted(p.name for p in (folder / "job").iterdir()) == ["job.trace", "train.py"]
 
@@ -143,7 +143,7 @@ def test_a_rank_that_fails(folder: Path) -> None:
 def test_a_signal_ends_every_capture(folder: Path) -> None:
     with start(folder, "torchrun --nproc-per-node 2 train.py wait") as process:
         assert process.stderr is not None
-        assert process.stderr.readline() == "memplan: capturing rank 0 and 1 of 2\n"
+        assert process.stderr.readline() == "memplan: capturing ranks 0 and 1 of 2\n"
         assert process.stderr.readline().startswith("rank 0")
         process.send_signal(signal.SIGTERM)
         assert process.wait(300) == 143

@@ -186,13 +186,13 @@ def _stopped(
         else:
             hint = f"its own arguments after its name: memplan estimate {target.name} …"
         return UsageError(
-            f"{target.name} refused its arguments (exit code 2; its own message is above)", hint
+            f"{target.name} ended with exit code 2, as scripts do that refuse their arguments", hint
         )
     if reported is not None:
         return _script_failed(reported, target, options, refused)
     code = stop.code if isinstance(stop.code, int) else f"1: {beginning(str(stop.code))}"
     return CaptureError(
-        f"{target.name} stopped with exit code {code} before its first steps were seen"
+        f"{target.name} stopped before its first steps were seen, with exit code {code}"
         + (f" (it wanted to reach {', '.join(refused[:3])})" if refused else ""),
         DOWNLOADS if refused else f"check that it starts: python {target.name}",
     )

@@ -94,6 +94,11 @@ class CaptureSession:
         end the job by `EnoughSeen` once enough has been seen."""
         require("capturing")
         self.options = options
+        # Before the test: a process that ends right after a backward pass may be aborted by the
+        # autograd engine's thread, which then waits for the interpreter.
+        self.stand_ins = StandIns(options.packages)
+        if options.place is not None:
+            check_place(options.place)
         # Not where CUDA may be real and at work: the test puts a stand-in in its place.
         test = self_test() if method is None else None
         self.method = method or ("fake-cuda" if test is not None and test.ok else "fake-cpu")
@@ -118,7 +123,6 @@ class CaptureSession:
         self.repeats = Repeats(self.state)
         self.by_hand = HandUpdates(self.state, self.steps)
         self.caught = Caught(self.state)
-        self.stand_ins = StandIns(options.packages)
         self.notes: list[str] = []
         self._inputs: list[InputTime] = []
         if test is not None and test.too_late:
@@ -134,8 +138,6 @@ class CaptureSession:
         self._alloc_conf = ""
         self._cuda: FakeCuda | None = None
         self._distributed: Distributed | None = None
-        if options.place is not None:
-            check_place(options.place)
         self._stack = ExitStack()
         self._patches = Patches()
         self._observer = JobObserver(self._patches)

@@ -70,11 +70,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str], *, own_process: bool) -> int:
+    if words[:1] == ["help"] and len(words) > 1:
+        words = [words[1], "--help"]
     if not words or words[0] in ("-h", "--help", "help"):
         write_answer(_overview())
         return EXIT_YES
     name, rest = words[0], words[1:]
-    if name in ("-V", "--version"):
+    if name in ("-V", "--version", "version"):
         write_answer(f"memplan {__version__}\n")
         return EXIT_YES
     if name not in COMMANDS:

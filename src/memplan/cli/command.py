@@ -67,9 +67,9 @@ class Parser(argparse.ArgumentParser):
         ]
         near = [
             match
-            for word in re.findall(r"(?<!\S)--?[a-z-]+", message)
+            for word in re.findall(r"(?<!\S)--?[\w-]+", message)
             if word not in known
-            for match in difflib.get_close_matches(word, known, n=1)
+            for match in difflib.get_close_matches(word.lower(), known, n=1)
         ]
         wants = re.search(r"argument (?:-\w/)?(--[a-z-]+): expected one argument", message)
         if wants is not None:

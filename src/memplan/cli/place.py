@@ -15,7 +15,7 @@ from memplan.cli.command import EXIT_NO, EXIT_YES, positive
 from memplan.cli.files import input_path, is_json
 from memplan.cli.streams import write_answer, write_json
 from memplan.types.device import find_profile
-from memplan.types.errors import InfeasibleError, UsageError
+from memplan.types.errors import FormatError, InfeasibleError, UsageError
 
 if TYPE_CHECKING:
     from memplan.placement.place import Demand
@@ -73,7 +73,10 @@ def _demand(path: Path) -> Demand:
     from memplan.placement.place import demand_of_answer, demand_of_trace
 
     if is_json(path):
-        return demand_of_answer(path.read_bytes())
+        try:
+            return demand_of_answer(path.read_bytes())
+        except FormatError as error:
+            raise FormatError(f"{path}: {error.message}", error.hint) from None
     from memplan.types.trace_file import load_trace
 
     return demand_of_trace(load_trace(path))

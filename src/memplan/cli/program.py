@@ -108,8 +108,12 @@ def _check_script(path: Path) -> None:
         hint = f"without quotes: {path}"
     elif near:
         hint = ", ".join(str(folder / f"{name}.py") for name in near)
+    elif path.suffix and Path(f"{str(path).replace('.', '/')}.py").is_file():
+        hint = f"-m {path}"
     elif folder.is_dir():
         hint = f"a script in {folder.resolve()}"
+        if path.name == str(path) and not path.suffix:
+            hint += f"; if {path} is a program that starts one, what it starts: python train.py"
     else:
         hint = f"another folder: {folder} does not exist"
     raise UsageError(f"no script {path}", hint)
@@ -151,6 +155,7 @@ def _check_module(name: str) -> None:
     finally:
         sys.path = path
     if not found:
-        raise UsageError(
-            f"no module {name} from {Path.cwd()}", "run it from the folder that holds the package"
-        )
+        hint = "run it from the folder that holds the package"
+        if Path(name).is_file():
+            hint = f"{name} without -m"
+        raise UsageError(f"no module {name} from {Path.cwd()}", hint)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from memplan import __version__
 from memplan.cli.calibrate import add_calibration_option, calibrated_cards
-from memplan.cli.command import EXIT_NO, EXIT_YES, positive
+from memplan.cli.command import EXIT_NO, EXIT_YES, positive, positive_seconds
 from memplan.cli.job import add_capture_options
 from memplan.cli.streams import write_answer, write_json, write_lines
 from memplan.types.errors import NoAnswerError, UsageError
@@ -50,6 +50,8 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
         help="with --samples: rank by money; of one GPU: h100=2.5/h")  # fmt: skip
     add("--most", type=positive, metavar="N", default=_MOST, help=f"combinations ({_MOST})")
     add("--jobs", type=positive, metavar="N", help="captures at a time (CPUs, and memory)")
+    add("--timeout", type=positive_seconds, metavar="SECONDS",
+        help="for each capture or fit; one that takes longer has no answer")  # fmt: skip
     add("--ray", metavar="ADDRESS|auto", help="capture on this Ray cluster")
     add("--steps", type=positive, metavar="N", help="optimizer steps to run in each capture")
     add_capture_options(parser)
@@ -134,7 +136,7 @@ def _executor(args: argparse.Namespace) -> Executor:
     if args.ray is not None:
         from memplan.sweep.ray_cluster import RayCluster
 
-        return RayCluster(args.ray, args.jobs)
+        return RayCluster(args.ray, args.jobs, args.timeout)
     from memplan.sweep.execute import LocalProcesses
 
-    return LocalProcesses(args.jobs)
+    return LocalProcesses(args.jobs, args.timeout)

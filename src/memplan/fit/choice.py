@@ -43,12 +43,13 @@ def answer_of(
     """The answer from what was found until now, what it rests on, and what its frontier does.
 
     `first`: the job without a plan. The cheapest plan that fits within the limits; where there is
-    none, the cheapest that fits; else the one that needs least.
+    none, the cheapest that fits; else the one within the limits that needs least.
     """
     plain, search = first.captured.estimate, first.job.search
     assert plain.gpu is not None
     within = [one for one in search.found if _fraction(one, plain_seconds) <= limits.most]
-    chosen = _cheapest([one for one in within if one.fits] or search.found)
+    fitting = [one for one in search.found if one.fits]
+    chosen = _cheapest([one for one in within if one.fits] or fitting or within)
     exact = _cheapest([one for one in search.found if one.exact])
     least = min(search.found, key=lambda one: (one.needed, one.added_seconds))
     curve = _frontier(search.found) if limits.frontier else []

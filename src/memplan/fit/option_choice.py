@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import re
+from contextlib import suppress
+from pathlib import Path
 
 from memplan.capturing.options import ScriptTarget
 from memplan.fit.knobs import Knob, find_knobs, kind_of
 from memplan.fit.options import Declared, NumericOption, declared_options, given_options, plain_name
 from memplan.types.errors import UsageError
+
+_LARGEST = 1 << 20
+"""Bytes of a configuration file."""
 
 
 def find_option(program: ScriptTarget, name: str) -> NumericOption:
@@ -50,6 +56,26 @@ def near_options(program: ScriptTarget, name: str) -> list[str]:
     return [plain[one].lstrip("-") for one in near]
 
 
+def hint_of_file(program: ScriptTarget, name: str) -> str:
+    """What to do where a file that the command names holds the value; empty where none does."""
+    wanted = re.compile(
+        rf"(?i)(?<![\w-]){re.escape(plain_name(name)).replace('_', '[-_]')}(?![\w-])"
+    )
+    for word in program.argv:
+        path = Path(word.rpartition("=")[2])
+        with suppress(OSError, ValueError):
+            if (
+                path.is_file()
+                and path.stat().st_size <= _LARGEST
+                and wanted.search(path.read_text(errors="replace"))
+            ):
+                return (
+                    f"{path} has {name}, and memplan changes no files: a copy for each value, and "
+                    "memplan estimate with each, or memplan sweep --vary OPTION=FILE,FILE of them"
+                )
+    return ""
+
+
 def _meant(
     program: ScriptTarget, name: str, asked: str
 ) -> tuple[list[tuple[str, str]], list[Declared]]:
@@ -86,7 +112,8 @@ def _read(option: str, text: str) -> NumericOption:
 def _not_found(program: ScriptTarget, name: str) -> UsageError:
     words = [program.name, *program.argv]
     option = name if name.startswith("-") else f"--{name}"
-    hint = f"`{' '.join([*words, option, '8'])}`: the option behind the script, with a value"
+    written = f"`{' '.join([*words, option, '8'])}`: the option behind the script, with a value"
+    hint = hint_of_file(program, name) or written
     if near := near_options(program, name):
         hint += f"; or --maximize {' or '.join(near)}"
     return UsageError(

@@ -23,7 +23,7 @@ from memplan.report.text import (
     step_line,
 )
 from memplan.types.device import MIB
-from memplan.types.estimate import Breakdown
+from memplan.types.estimate import Breakdown, Estimate
 
 _LEVERS = 8
 _NAME = 36
@@ -37,6 +37,8 @@ def fit_lines(answer: Fit, next_command: str = "") -> Iterator[Text]:
     """The report's lines."""
     yield Text(verdict(answer), style="bold green" if answer.fits else "bold red")
     if answer.after is not None:
+        if not answer.fits:
+            yield Text(_best_plan(answer, answer.after))
         yield Text(f"without a plan: {headline(answer.before)}", style="dim")
     if step := step_line(answer.after or answer.before):
         yield Text(step + _waiting(answer))
@@ -95,18 +97,20 @@ def _verdict(answer: Fit) -> str:
     so_far = "" if answer.complete else " (ended early: the best so far)"
     if answer.after is None:
         return f"{headline(answer.before)}{so_far}"
-    peak, more = peak_text(answer.after), percent(answer.added_fraction)
+    more = percent(answer.added_fraction)
     if answer.fits:
-        return f"fits with a plan: {peak}, {more} time{so_far}"
-    card = least_card_text(answer)
-    if answer.after.fits and answer.at_most is not None:
-        limit = percent(answer.at_most)
-        return f"does not fit within {limit} time, needs {more}: {peak}; {card} would do{so_far}"
-    tried = ", ".join(answer.levers_tried)
-    if (answer.least_card_bytes or 0) < answer.after.peak_bytes:  # captured with room to spare
-        return f"does not fit: {card} would do, by {tried}; with more room {peak}{so_far}"
-    least = "least possible" if answer.complete else "least found"
-    return f"does not fit: {least} {peak} by {tried}; {card} would do{so_far}"
+        return f"fits with a plan: {peak_text(answer.after)}, {more} time{so_far}"
+    bound = "" if answer.at_most is None else f" within {percent(answer.at_most)} time"
+    size = f"{answer.gpu.total_bytes // MIB} MiB"
+    text = f"does not fit {size} with any plan{bound}: {least_card_text(answer)} would do"
+    return f"{text}, or {more} time{so_far}" if answer.after.fits else f"{text}{so_far}"
+
+
+def _best_plan(answer: Fit, after: Estimate) -> str:
+    """What the plan that comes nearest needs, which was captured with room to spare."""
+    peak = interval_text(after.low_bytes, after.peak_bytes, after.high_bytes)
+    tried, more = ", ".join(answer.levers_tried), percent(answer.added_fraction)
+    return f"with the best plan: peak {peak} on a card with room, {more} time; tried: {tried}"
 
 
 def least_card_text(answer: Fit) -> str:

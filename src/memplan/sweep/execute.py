@@ -14,6 +14,7 @@ from typing import IO, Protocol
 import msgspec
 
 from memplan.fit.answer import Fit
+from memplan.types.errors import NoAnswerError
 from memplan.types.trace import Trace
 from memplan.types.trace_file import load_trace
 from memplan.worker.failure import CaptureFailedError
@@ -60,10 +61,11 @@ class Executor(Protocol):
 
 class LocalProcesses:
     """Processes of this machine, `jobs` at once: by default as many as there are CPUs and memory
-    for."""
+    for. One that runs for more than `timeout` seconds is ended."""
 
-    def __init__(self, jobs: int | None = None) -> None:
+    def __init__(self, jobs: int | None = None, timeout: float | None = None) -> None:
         self.jobs = jobs or _room()
+        self._timeout = timeout
         self._running: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.Lock()
         self._stopped = False
@@ -75,7 +77,10 @@ class LocalProcesses:
             with tempfile.TemporaryFile() as wrote:
                 process = self._start(command(words, output), asked, out, wrote)
                 try:
-                    code = process.wait()
+                    code = process.wait(self._timeout)
+                except subprocess.TimeoutExpired as error:
+                    _end([process])
+                    raise CaptureFailedError(timed_out(error.timeout)) from None
                 finally:
                     with self._lock:
                         self._running.discard(process)
@@ -87,13 +92,7 @@ class LocalProcesses:
         with self._lock:
             self._stopped = True
             running = list(self._running)
-        for process in running:
-            process.terminate()
-        for process in running:
-            try:
-                process.wait(_SECONDS_TO_END)
-            except subprocess.TimeoutExpired:
-                process.kill()
+        _end(running)
 
     def close(self) -> None:
         pass
@@ -141,6 +140,22 @@ def fit(executor: Executor, words: Sequence[str], plan: Path) -> Fit:
     said = ended.wrote.rpartition("memplan: ")[2].partition("\n")[0] or f"exit code {ended.code}"
     known = Outcome(kind="error", exit_code=ended.code, message=said)
     raise CaptureFailedError(_lost(ended.code) or known)
+
+
+def timed_out(seconds: float) -> Outcome:
+    said = f"error: no answer within {seconds:g} s (--timeout)"
+    return Outcome(kind="error", exit_code=NoAnswerError.exit_code, message=said)
+
+
+def _end(running: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in running:
+        process.terminate()
+    for process in running:
+        try:
+            process.wait(_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _lost(code: int) -> Outcome | None:

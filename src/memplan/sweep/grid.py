@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from memplan.capturing.options import ScriptTarget
-from memplan.fit.option_choice import near_options
+from memplan.fit.option_choice import hint_of_file, near_options
 from memplan.fit.options import plain_name
 from memplan.types.errors import UsageError
 
@@ -58,7 +58,8 @@ def combinations(
 def unknown_option(program: ScriptTarget, name: str) -> UsageError:
     """The error for an unknown option, with similar names that the script declares or is given."""
     option = name if name.startswith("-") else f"--{name}"
-    hint = f"{option} with a value in the command, which is then varied"
+    written = f"{option} with a value in the command, which is then varied"
+    hint = hint_of_file(program, name) or written
     if near := near_options(program, name):
         hint = f"--vary {' or '.join(near)}; or {hint}"
     return UsageError(

@@ -12,8 +12,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from memplan import __version__
-from memplan.sweep.execute import Ended, StoppedError, command
+from memplan.sweep.execute import Ended, StoppedError, command, timed_out
 from memplan.types.errors import UsageError
 from memplan.worker.failure import CaptureFailedError
 from memplan.worker.request import Outcome
@@ -26,13 +28,13 @@ _RETRIES = 2
 
 class RayCluster:
     """An `Executor` on the cluster at `address`, or on the one that `auto` finds. `jobs`: by
-    default as many at once as the cluster has CPUs.
+    default as many at once as the cluster has CPUs. `timeout`: seconds for each.
 
     The nodes have the same memplan, and the script and its data at the same paths. Raises
     UsageError where Ray is not installed or no cluster answers.
     """
 
-    def __init__(self, address: str, jobs: int | None = None) -> None:
+    def __init__(self, address: str, jobs: int | None = None, timeout: float | None = None) -> None:
         try:
             import ray
         except ImportError as error:
@@ -52,6 +54,7 @@ class RayCluster:
             raise UsageError(
                 f"--ray {address}: {said}", "ray start --head, and --ray auto"
             ) from error
+        self._timeout = timeout
         self.jobs = jobs or max(int(ray.cluster_resources().get("CPU", 1)), 1)
         self._there: Any = ray.remote(num_cpus=1, max_retries=_RETRIES)(_run_there)
         self._running: set[Any] = set()
@@ -62,7 +65,9 @@ class RayCluster:
         with self._lock:
             if self._stopped:
                 raise StoppedError
-            reference = self._there.remote(list(words), given, str(Path.cwd()), __version__)
+            reference = self._there.remote(
+                list(words), given, str(Path.cwd()), __version__, self._timeout
+            )
             self._running.add(reference)
         try:
             code, out, wrote, written = self._ray.get(reference)
@@ -117,19 +122,25 @@ def _lost(error: Exception) -> Outcome:
 
 
 def _run_there(
-    words: list[str], given: bytes, folder: str, version: str
+    words: list[str], given: bytes, folder: str, version: str, timeout: float | None
 ) -> tuple[int, bytes, str, bytes | None]:
     """Run a command on a node: exit code, stdout, stderr, and content of the output file."""
     if version != __version__:
         raise RuntimeError(f"this node has memplan {__version__}, and {version} asks")
     with tempfile.TemporaryDirectory(prefix="memplan-ray-") as temporary:
         output = Path(temporary) / "output"
-        done = subprocess.run(
-            command(words, output),
-            input=given,
-            capture_output=True,
-            cwd=folder,
-            start_new_session=True,
-        )
+        try:
+            done = subprocess.run(
+                command(words, output),
+                input=given,
+                capture_output=True,
+                cwd=folder,
+                start_new_session=True,
+                timeout=timeout,
+            )
+        except subprocess.TimeoutExpired as error:
+            outcome = timed_out(error.timeout)
+            said = f"memplan: {outcome.message}"
+            return outcome.exit_code, msgspec.json.encode(outcome), said, None
         written = output.read_bytes() if output.exists() else None
         return done.returncode, done.stdout, done.stderr.decode(errors="replace"), written

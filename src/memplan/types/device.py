@@ -295,4 +295,6 @@ def _unknown(text: str, name: str, table: dict[str, DeviceProfile]) -> UsageErro
     )[:3]
     listing = "`memplan env` lists the known cards; a size such as 24GiB works too"
     hint = f"{', '.join(f'--gpu {n}' for n in near)}; {listing}" if near else listing
+    if "," in text:
+        hint = f"one card; memplan sweep --gpu {text} … compares several"
     return UsageError(f"unknown GPU {text!r}", hint)

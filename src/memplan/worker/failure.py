@@ -31,8 +31,12 @@ def outcome_of(error: Exception) -> Outcome:
         return error.outcome
     known = error if isinstance(error, MemplanError) else refusal(error)
     if known is not None:
+        memory, no_answer = (
+            isinstance(known.__cause__, MemoryError),
+            isinstance(known, NoAnswerError),
+        )
         return Outcome(
-            kind="not_captured" if isinstance(known, NoAnswerError) else "error",
+            kind="out_of_memory" if memory else "not_captured" if no_answer else "error",
             exit_code=known.exit_code,
             message=f"error: {known.message}",
             hint=known.hint,

@@ -173,7 +173,8 @@ class RankCaptures:
                     process = self._workers.start(request, quiet=quiet)
                     self._running[process] = rank, waiting.pop(rank)
                 running = " and ".join(str(rank) for rank, _ in self._running.values())
-                progress(f"capturing rank {running} of {self.size}")
+                s = "s" if len(self._running) > 1 else ""
+                progress(f"capturing rank{s} {running} of {self.size}")
                 self._finish_one()
 
     def answer(self) -> Estimate:

@@ -77,7 +77,11 @@ def test_gradients_without_an_optimizer_are_an_answer(tmp_path: Path) -> None:
             r"helper.py:2: IndentationError: unexpected indent\n",
         ),
         ("import sys; sys.exit(3)", CaptureError, "exit code 3"),
-        ("import sys; sys.exit('no data')", CaptureError, "exit code 1: no data before"),
+        (
+            "import sys; sys.exit('no data')",
+            CaptureError,
+            "before its first steps were seen, with exit code 1: no data",
+        ),
         (PRINTS_AND_EXITS.format("{}['lr']"), CaptureError, r"train.py:\d+: .*KeyError: 'lr'"),
         (
             PRINTS_AND_EXITS.format("torch.hub.load('owner/name', 'model')"),
@@ -87,7 +91,7 @@ def test_gradients_without_an_optimizer_are_an_answer(tmp_path: Path) -> None:
         (
             "import argparse as a; p = a.ArgumentParser(); p.add_argument('d'); p.parse_args()",
             UsageError,
-            "refused its arguments",
+            "exit code 2, as scripts do that refuse their arguments",
         ),
     ],
 )

@@ -76,6 +76,8 @@ def hint_of(error: BaseException, name: str, options: CaptureOptions) -> str:
         )
     if isinstance(error, FileNotFoundError) and error.filename:
         return "the folder that the script is run from, or the right path in its arguments"
+    if isinstance(error, MemoryError):
+        return "a machine with more RAM"
     if isinstance(error, EOFError):
         return f"what {name} reads from its input: echo ANSWER | memplan estimate … {name} …"
     if isinstance(error, NameError):
