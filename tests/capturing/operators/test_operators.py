@@ -59,6 +59,29 @@ def test_convolutions(name: str, channels_last: bool) -> None:
     assert sizes(trace, Phase.FORWARD, op="aten.convolution") == [4 * outputs[0].numel()]
 
 
+@pytest.mark.parametrize("affine", [True, False])
+def test_synchronised_batch_norm_keeps_its_input_and_sums_of_channels(affine: bool) -> None:
+    def job() -> None:
+        x = torch.randn(4, 8, 16, 16, device="cuda", dtype=torch.bfloat16)
+        weight = torch.ones(8, device="cuda") if affine else None
+        mean, invstd = torch.batch_norm_stats(x, 1e-5)
+        counts = torch.ones(2, device="cuda")
+        both = torch.stack([mean, mean])
+        total = torch.batch_norm_gather_stats_with_counts(
+            x, both, both, None, None, 0.1, 1e-5, counts
+        )
+        out = torch.batch_norm_elemt(x, weight, weight, *total, 1e-5)
+        sums = torch.batch_norm_backward_reduce(out, x, *total, weight, True, affine, affine)
+        gradient = torch.batch_norm_backward_elemt(out, x, *total, weight, *sums[:2], counts.int())
+        assert gradient.shape == out.shape == x.shape and gradient.dtype == x.dtype
+        assert {s.dtype for s in (mean, invstd, *total, *sums[:2])} == {torch.float32}
+        assert [s is not None for s in sums] == [True, True, affine, affine]
+
+    asked = sizes(record(job, steps=0))
+    assert asked.count(2 * 4 * 8 * 16 * 16) == 3
+    assert asked.count(4 * 8) == 6 + 3 * affine
+
+
 @pytest.mark.parametrize("benchmark", [False, True])
 def test_benchmark_mode_empties_the_cache_at_the_first_call_of_each(benchmark: bool) -> None:
     def job() -> None:

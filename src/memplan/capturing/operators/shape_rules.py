@@ -101,6 +101,30 @@ def least_squares(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any
     return result
 
 
+def sync_batch_norm(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
+    """`native/cuda/Normalization.cu`: elementwise results are like the input; sums are a value for
+    each channel, of single precision at least, the gradients of weight and bias like the weight."""
+
+    def channels(like: Any, **dtype: torch.dtype) -> Any:
+        return run_fake(state, aten.new_empty.default, (like, [like.shape[-1]]), dtype)
+
+    if func is aten.batch_norm_stats.default:
+        dtype = torch.promote_types(args[0].dtype, torch.float32)
+        shape = (args[0], [args[0].shape[1]])
+        return tuple(
+            run_fake(state, aten.new_empty.default, shape, {"dtype": dtype}) for _ in range(2)
+        )
+    if func is aten.batch_norm_gather_stats_with_counts.default:
+        dtype = torch.promote_types(args[1].dtype, torch.float32)
+        return channels(args[1], dtype=dtype), channels(args[1], dtype=dtype)
+    if func is aten.batch_norm_backward_reduce.default:
+        mean, weight, (sums, *grads) = args[2], args[4], args[5:8]
+        sums_made = [channels(mean) if sums else None for _ in range(2)]
+        like = mean if weight is None else weight
+        return (*sums_made, *(channels(like) if wanted else None for wanted in grads))
+    return run_fake(state, aten.empty_like.default, (args[0],), {})
+
+
 def copy_into_gather(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     """FSDP2 also gathers shards that are on the host (loaded by `assign=True`): its kernel copies
     from there, without memory of its own."""
@@ -166,6 +190,11 @@ HANDLERS: dict[Any, Handler] = {
     aten._ctc_loss_backward.default: ctc_loss_backward,
     aten._use_cudnn_ctc_loss.default: no_cudnn_ctc,
     aten._use_miopen_ctc_loss.default: no_cudnn_ctc,
+    aten.batch_norm_stats.default: sync_batch_norm,
+    aten.batch_norm_gather_stats_with_counts.default: sync_batch_norm,
+    aten.batch_norm_elemt.default: sync_batch_norm,
+    aten.batch_norm_backward_reduce.default: sync_batch_norm,
+    aten.batch_norm_backward_elemt.default: sync_batch_norm,
     aten._thnn_fused_gru_cell.default: gru_cell,
     aten._thnn_fused_gru_cell_backward.default: gru_cell_backward,
 }
