@@ -33,6 +33,7 @@ from memplan.capturing.mode import CaptureMode
 from memplan.capturing.operators import (
     assumed,
     data_dependent,
+    missing_shapes,
     one_kernel,
     operand_layout,
     shape_rules,
@@ -296,6 +297,7 @@ class CaptureSession:
         attention = Attention(self.state, self.options.profile)
         library = attention.install()
         stack.callback(library._destroy)
+        stack.callback(missing_shapes.install()._destroy)
         stack.callback(one_kernel.install()._destroy)
         stack.callback(operand_layout.install(patches)._destroy)
         self.state.handlers[aten.scaled_dot_product_attention.default] = attention.handler()

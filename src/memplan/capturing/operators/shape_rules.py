@@ -41,27 +41,6 @@ def grouped_mm(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
-def gru_cell(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """`native/cuda/RNN.cu`: the new state, and five values a hidden unit for the backward."""
-    hx = args[2]
-    hidden = run_fake(state, aten.empty_like.default, (hx,), {})
-    workspace = run_fake(state, aten.new_empty.default, (hx, [hx.shape[0], 5 * hx.shape[1]]), {})
-    return hidden, workspace
-
-
-def gru_cell_backward(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """Gradients of both gates, of the state, and of the biases (sums of the gates')."""
-    grad, workspace, has_bias = args
-    rows, units = workspace.shape[0], workspace.shape[1] // 5
-    shape = [rows, 3 * units]
-    gates = [run_fake(state, aten.new_empty.default, (workspace, shape), {}) for _ in range(2)]
-    hidden = run_fake(state, aten.empty_like.default, (grad,), {})
-    biases: list[Any] = [None, None]
-    if has_bias:
-        biases = [run_fake(state, aten.sum.dim_IntList, (gate, [0]), {}) for gate in gates]
-    return (*gates, hidden, *biases)
-
-
 def no_cudnn_ctc(state: CaptureState, func: Any, args: Any, kwargs: Any) -> bool:
     """cuDNN's loss needs 32-bit targets on the host and blank 0 (`native/cudnn/LossCTC.cpp`). Its
     memory is not published, so PyTorch's own kernel is used in its place."""
@@ -99,30 +78,6 @@ def least_squares(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any
     if observer is not None:
         observer(state, func, args, kwargs, result)
     return result
-
-
-def sync_batch_norm(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """`native/cuda/Normalization.cu`: elementwise results are like the input; sums are a value for
-    each channel, of single precision at least, the gradients of weight and bias like the weight."""
-
-    def channels(like: Any, **dtype: torch.dtype) -> Any:
-        return run_fake(state, aten.new_empty.default, (like, [like.shape[-1]]), dtype)
-
-    if func is aten.batch_norm_stats.default:
-        dtype = torch.promote_types(args[0].dtype, torch.float32)
-        shape = (args[0], [args[0].shape[1]])
-        return tuple(
-            run_fake(state, aten.new_empty.default, shape, {"dtype": dtype}) for _ in range(2)
-        )
-    if func is aten.batch_norm_gather_stats_with_counts.default:
-        dtype = torch.promote_types(args[1].dtype, torch.float32)
-        return channels(args[1], dtype=dtype), channels(args[1], dtype=dtype)
-    if func is aten.batch_norm_backward_reduce.default:
-        mean, weight, (sums, *grads) = args[2], args[4], args[5:8]
-        sums_made = [channels(mean) if sums else None for _ in range(2)]
-        like = mean if weight is None else weight
-        return (*sums_made, *(channels(like) if wanted else None for wanted in grads))
-    return run_fake(state, aten.empty_like.default, (args[0],), {})
 
 
 def copy_into_gather(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
@@ -190,11 +145,4 @@ HANDLERS: dict[Any, Handler] = {
     aten._ctc_loss_backward.default: ctc_loss_backward,
     aten._use_cudnn_ctc_loss.default: no_cudnn_ctc,
     aten._use_miopen_ctc_loss.default: no_cudnn_ctc,
-    aten.batch_norm_stats.default: sync_batch_norm,
-    aten.batch_norm_gather_stats_with_counts.default: sync_batch_norm,
-    aten.batch_norm_elemt.default: sync_batch_norm,
-    aten.batch_norm_backward_reduce.default: sync_batch_norm,
-    aten.batch_norm_backward_elemt.default: sync_batch_norm,
-    aten._thnn_fused_gru_cell.default: gru_cell,
-    aten._thnn_fused_gru_cell_backward.default: gru_cell_backward,
 }

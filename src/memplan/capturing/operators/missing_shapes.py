@@ -1,0 +1,75 @@
+"""Shapes of what operators return that run on CUDA alone, where PyTorch has no rule for them.
+
+Each is a kernel of the `Meta` backend, which PyTorch's fake tensors look for: arguments and results
+have shapes and no data.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def gru_cell(gates: Tensor, hidden_gates: Tensor, hx: Tensor, *biases: Any) -> Any:
+    """`native/cuda/RNN.cu`: the new state, and five values a hidden unit for the backward."""
+    return torch.empty_like(hx), hx.new_empty(hx.shape[0], 5 * hx.shape[1])
+
+
+def gru_cell_backward(grad: Tensor, workspace: Tensor, has_bias: bool) -> Any:
+    """Gradients of both gates, of the state, and of the biases (sums of the gates')."""
+    rows, units = workspace.shape[0], workspace.shape[1] // 5
+    gates = [workspace.new_empty(rows, 3 * units) for _ in range(2)]
+    biases = [gate.sum(0) if has_bias else None for gate in gates]
+    return (*gates, torch.empty_like(grad), *biases)
+
+
+# The kernels of SyncBatchNorm (`native/cuda/Normalization.cu`): statistics are a value for each
+# channel, of single precision at least.
+
+
+def batch_norm_stats(x: Tensor, eps: float) -> Any:
+    """Mean and inverse deviation."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return tuple(x.new_empty(x.shape[1], dtype=dtype) for _ in range(2))
+
+
+def batch_norm_gather_stats(x: Tensor, mean: Tensor, *rest: Any) -> Any:
+    """Those of all ranks, from a row of each."""
+    dtype = torch.promote_types(mean.dtype, torch.float32)
+    return tuple(mean.new_empty(mean.shape[-1], dtype=dtype) for _ in range(2))
+
+
+def batch_norm_elementwise(x: Tensor, *rest: Any) -> Any:
+    """The output, or the gradient of the input."""
+    return torch.empty_like(x)
+
+
+def batch_norm_backward_reduce(
+    grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, *wanted: bool
+) -> Any:
+    """Two sums; the gradients of weight and bias, which are like the weight."""
+    channels = mean if weight is None else weight
+    wants = ((mean, wanted[0]), (mean, wanted[0]), (channels, wanted[1]), (channels, wanted[2]))
+    return tuple(torch.empty_like(like) if want else None for like, want in wants)
+
+
+_KERNELS = {
+    "_thnn_fused_gru_cell": gru_cell,
+    "_thnn_fused_gru_cell_backward": gru_cell_backward,
+    "batch_norm_stats": batch_norm_stats,
+    "batch_norm_gather_stats_with_counts": batch_norm_gather_stats,
+    "batch_norm_elemt": batch_norm_elementwise,
+    "batch_norm_backward_reduce": batch_norm_backward_reduce,
+    "batch_norm_backward_elemt": batch_norm_elementwise,
+}
+
+
+def install() -> torch.library.Library:
+    """Register those that this PyTorch has no kernel for; the library must stay alive."""
+    library = torch.library.Library("aten", "IMPL")
+    for name, kernel in _KERNELS.items():
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
+            library.impl(name, kernel, "Meta")
+    return library
