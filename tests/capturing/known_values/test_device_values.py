@@ -454,3 +454,13 @@ def test_memory_as_it_is_found_is_not_known() -> None:
         assert all(one.detach().flatten().tolist() == [1.0] * 8 for one in made)
 
     assert len({item.text for item in record(job).meta.assumptions}) == 1
+
+
+def test_the_check_of_a_window_passes() -> None:
+    def job() -> None:
+        window = torch.hann_window(64, device="cuda")
+        x = torch.randn(2, 400, device="cuda")
+        spectrum = torch.stft(x, 64, window=window, return_complex=True)
+        assert torch.istft(spectrum, 64, window=window).shape == (2, 400)
+
+    record(job, steps=0)

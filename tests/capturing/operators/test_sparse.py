@@ -204,3 +204,21 @@ def test_what_has_no_rule_is_refused() -> None:
 
     with pytest.raises(CaptureError, match=r"aten\.sin\.default has no rule for it"):
         record(job)
+
+
+def test_a_dense_matrix_becomes_its_nonzero_elements() -> None:
+    def job() -> None:
+        links = torch.eye(20)
+        links[3, 7] = 2
+        graph = links.cuda().to_sparse()
+        assert graph.is_coalesced() and graph._nnz() == 21
+        x = torch.ones(20, 4, device="cuda", requires_grad=True)
+        assert torch.sparse.mm(graph, x).shape == (20, 4)
+        assert links.cuda().to_sparse(2).to_dense().shape == (20, 20)
+
+    assert 2 * 21 * 8 in sizes(record(job, steps=0))
+
+
+def test_a_matrix_in_another_layout_is_refused() -> None:
+    with pytest.raises(CaptureError, match="sparse_csr"):
+        record(lambda: torch.eye(4).cuda().to_sparse_csr(), steps=0)

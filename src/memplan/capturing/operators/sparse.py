@@ -56,6 +56,18 @@ def of_parts(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     return state.fake_mode.dispatch(func, (), args, kwargs)
 
 
+def of_dense(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
+    """`native/TensorConversions.cpp`: the coordinates of what is not zero, and the values there."""
+    dense, *dims = args
+    layout = kwargs.get("layout") or torch.sparse_coo
+    if layout is not torch.sparse_coo or kwargs.get("dense_dim") or dims not in ([], [dense.dim()]):
+        return NotImplemented
+    with state.mode:
+        indices = dense.nonzero().T.clone()
+        values = dense[tuple(indices)]
+    return _made(state, (indices, values), dense.shape, coalesced=True)
+
+
 def embedding_bag_backward(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     """`native/EmbeddingBag.cpp`: with `sparse`, the CUDA function is made of other operators."""
     gradient, indices, offsets, bags, sizes, _, rows, by_frequency, mode, sparse, *rest = args
@@ -160,12 +172,18 @@ def _add(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     in_place = func._opname == "add_"
     if left.layout is torch.strided:
         indices, values = _parts(state, right)
-        if indices.shape[0] != 1:
-            return NotImplemented
         total = left if in_place else run_fake(state, aten.clone.default, (left,), {})
-        return run_fake(
-            state, aten.index_add_.default, (total, 0, indices[0], values), {"alpha": alpha}
-        )
+        if indices.shape[0] == 1:
+            rows, places = total, indices[0]
+        elif not total.is_contiguous():
+            return NotImplemented
+        else:  # one index for each place, unless none comes twice
+            rows = total.view(-1, *values.shape[1:])
+            places = indices[0] if right.is_coalesced() else _empty(state, indices, right._nnz())
+        run_fake(state, aten.index_add_.default, (rows, 0, places, values), {"alpha": alpha})
+        if rows is not total:
+            state.values.forget(total)
+        return total
     if right.layout is torch.strided:
         return NotImplemented
     first, second = _parts(state, left), _parts(state, right)
@@ -284,5 +302,7 @@ _RULES: dict[str, Handler] = {
 
 HANDLERS: dict[Any, Handler] = {
     aten._sparse_coo_tensor_with_dims_and_tensors.default: of_parts,
+    aten._to_sparse.default: of_dense,
+    aten._to_sparse.sparse_dim: of_dense,
     aten._embedding_bag_backward.default: embedding_bag_backward,
 }
