@@ -82,6 +82,21 @@ def test_synchronised_batch_norm_keeps_its_input_and_sums_of_channels(affine: bo
     assert asked.count(4 * 8) == 6 + 3 * affine
 
 
+def test_samples_of_a_grid_by_cudnn() -> None:
+    """A PyTorch with cuDNN calls it for `grid_sample(align_corners=True)`."""
+
+    def job() -> None:
+        x = torch.randn(2, 3, 8, 8, device="cuda", requires_grad=True)
+        grid = torch.zeros(2, 5, 6, 2, device="cuda", requires_grad=True)
+        out = torch.cudnn_grid_sampler(x, grid)
+        gradients = torch.autograd.grad(out.sum(), (x, grid))
+        assert out.shape == (2, 3, 5, 6)
+        assert [gradient.shape for gradient in gradients] == [x.shape, grid.shape]
+
+    asked = sizes(record(job, steps=0))
+    assert asked.count(4 * 2 * 3 * 8 * 8) == asked.count(4 * 2 * 5 * 6 * 2) == 2
+
+
 @pytest.mark.parametrize("benchmark", [False, True])
 def test_benchmark_mode_empties_the_cache_at_the_first_call_of_each(benchmark: bool) -> None:
     def job() -> None:

@@ -25,6 +25,16 @@ def gru_cell_backward(grad: Tensor, workspace: Tensor, has_bias: bool) -> Any:
     return (*gates, torch.empty_like(grad), *biases)
 
 
+def grid_sampler(x: Tensor, grid: Tensor) -> Tensor:
+    """`native/cudnn/GridSampler.cpp`, which `grid_sample(align_corners=True)` takes."""
+    return x.new_empty(*x.shape[:2], *grid.shape[1:3])
+
+
+def grid_sampler_backward(x: Tensor, grid: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of both."""
+    return x.new_empty(x.shape), grid.new_empty(grid.shape)
+
+
 # The kernels of SyncBatchNorm (`native/cuda/Normalization.cu`): statistics are a value for each
 # channel, of single precision at least.
 
@@ -58,6 +68,8 @@ def batch_norm_backward_reduce(
 _KERNELS = {
     "_thnn_fused_gru_cell": gru_cell,
     "_thnn_fused_gru_cell_backward": gru_cell_backward,
+    "cudnn_grid_sampler": grid_sampler,
+    "cudnn_grid_sampler_backward": grid_sampler_backward,
     "batch_norm_stats": batch_norm_stats,
     "batch_norm_gather_stats_with_counts": batch_norm_gather_stats,
     "batch_norm_elemt": batch_norm_elementwise,
