@@ -5,7 +5,7 @@ stopped leaves a fair sample. `--only TEXT` narrows it to models whose name hold
 
 With `--fits`: each model in one memory format, at its batch and at the next larger one of those
 that were tried; then all such captures there are, of earlier calls too, are answered and held to
-what ran (`bench/results/timm_fits.json`). `--models 0` captures nothing more.
+what ran (`bench/results/timm_fits.json`, whose other rows stay). `--models 0` captures nothing more.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench.results import write_result
+from bench.results import known_result, write_result
 from bench.timm_table.capture import capture_all
 from bench.timm_table.fits import asked, one_format_each, score
 from bench.timm_table.rows import families, read_rows, spread_out
@@ -46,7 +46,7 @@ def main() -> int:
         failed += said.startswith("failed")
         print(f"{key:60s} {said}", flush=True)
     if options.fits:
-        found = score(one_format_each(rows))
+        found = score(one_format_each(rows), known=known_result("timm_fits").get("rows"))
         print({name: value for name, value in found.items() if name != "rows"})
         print(write_result("timm_fits", found))
     return 1 if failed else 0

@@ -8,7 +8,7 @@ be captured counts as a wrong answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +41,21 @@ def asked(row: TimmRow) -> Iterator[tuple[TimmRow, bool]]:
         yield row.with_batch(larger), False
 
 
-def score(rows: list[TimmRow], folder: Path = FOLDER) -> dict[str, Any]:
-    """The answers of all rows whose captures were made or failed, and how many are right."""
+def score(
+    rows: list[TimmRow], folder: Path = FOLDER, known: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The answers of all rows whose captures were made or failed, and how many are right.
+
+    `known`: the `rows` of an earlier score, for those whose captures are no longer there.
+    """
     card = find_profile(GPU)
     answers: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         jobs = list(asked(row))
         paths = [trace_path(job, folder) for job, _ in jobs]
         if not all(path.exists() or path.with_suffix(".failed").exists() for path in paths):
+            if known is not None and row.key in known:
+                answers[row.key] = known[row.key]
             continue
         answers[row.key] = []
         for (job, truth), path in zip(jobs, paths, strict=True):
