@@ -5,7 +5,7 @@ stopped leaves a fair sample. `--only TEXT` narrows it to models whose name hold
 
 With `--fits`: each model in one memory format, at its batch and at the next larger one of those
 that were tried; then all such captures there are, of earlier calls too, are answered and held to
-what ran (`bench/results/timm_fits.json`, whose other rows stay). `--models 0` captures nothing more.
+what ran (`bench/results/timm_fits.json`, whose other rows stay). `--models 0` captures no more.
 """
 
 from __future__ import annotations
