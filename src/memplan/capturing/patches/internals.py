@@ -143,9 +143,11 @@ NAMES: dict[str, tuple[str, ...]] = {
             _python_dispatch.is_traceable_wrapper_subclass _pytree
         torch.ops.aten: _cudnn_rnn.default _local_scalar_dense _local_scalar_dense.default
             _native_batch_norm_legit.no_stats _native_batch_norm_legit_functional.default
+            _to_copy.default
         torch: _guards.Source _guards.TracingContext _library.fake_impl _ops.HigherOrderOperator
             _ops.OpOverload _ops.OpOverloadPacket _prims.rng_prims.run_and_save_rng_state
-            _prims.rng_prims.run_with_rng_state compiler._is_compiling_flag
+            _prims.rng_prims.run_with_rng_state amp.autocast_mode._enter_autocast
+            compiler._is_compiling_flag
     """),
     "runtime/planned": _names("""
         torch._C: . _current_graph_task_id _set_cudnn_benchmark
