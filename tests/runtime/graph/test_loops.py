@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import linecache
 import threading
@@ -145,6 +146,25 @@ def test_autocast_around_the_calls() -> None:
     assert_captured(step, 6, programs=2)
 
 
+@pytest.mark.parametrize("around", [False, True])
+def test_a_layer_that_is_used_twice_under_autocast(around: bool) -> None:
+    """Autocast casts its weights once, and adds up the gradients of that cast in 16 bits."""
+
+    def make() -> Job:
+        job = classifier(make=adam, count=1)
+
+        def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+            with contextlib.nullcontext() if around else torch.autocast("cpu", torch.bfloat16):
+                return F.cross_entropy((job.model(x) + job.model(2 * x)).float(), y)
+
+        job.loss_fn = loss_fn
+        return job
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=around):
+        step, _ = assert_as_plain(make)
+    assert "autocast casts" in step.report().fallback
+
+
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_a_scaler_skips_what_overflows(clip: float | None) -> None:
     def make() -> Job:
@@ -177,6 +197,31 @@ def test_checkpointed_layers(reentrant: bool) -> None:
         return job
 
     assert_as_plain(make)
+
+
+@pytest.mark.parametrize(
+    "options", [{"use_reentrant": True}, {"use_reentrant": False, "preserve_rng_state": False}]
+)
+def test_checkpoints_whose_backward_differs_run_plainly(options: dict[str, bool]) -> None:
+    """A reentrant one adds up its own gradients first, and a layer draws other random numbers."""
+
+    def make() -> Job:
+        job = classifier(lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4)))
+        same, last = job.model.children()
+
+        def twice(x: Tensor) -> Tensor:
+            return F.dropout(same(same(x).tanh()), 0.1)
+
+        def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+            for _ in range(2):
+                x = checkpoint(twice, same(x).tanh(), **options)
+            return F.cross_entropy(last(x), y)
+
+        job.loss_fn = loss_fn
+        return job
+
+    step, _ = assert_as_plain(make)
+    assert "checkpoint" in step.report().fallback
 
 
 @pytest.mark.parametrize("drops", [0.0, 0.2])

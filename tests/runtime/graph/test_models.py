@@ -266,3 +266,37 @@ def test_a_model_of_the_transformers_library() -> None:
 
     step, _ = assert_as_plain(make)
     assert_captured(step, 4)
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda x: torch.addcdiv(x, x, x.exp(), value=3.14),
+        lambda x: x.clone().addcdiv_(x, x.exp(), value=3.14),
+        lambda x: x.clone().addcmul_(x, x.exp(), value=3.14),
+    ],
+)
+def test_operators_that_dynamo_decomposes_stay_whole(of: Callable[[Tensor], Tensor]) -> None:
+    def make() -> Job:
+        job = classifier()
+        job.loss_fn = lambda x, y: of(job.model(x)).sum()
+        return job
+
+    step, _ = assert_as_plain(make)
+    assert_captured(step, 4)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_gradient_of_a_product_of_elements_runs_plainly(trains: bool) -> None:
+    def make() -> Job:
+        job = classifier()
+
+        def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+            out = job.model(x)
+            return (out if trains else out.detach()).prod(1).sum() * torch.prod(x) + out.sum()
+
+        job.loss_fn = loss_fn
+        return job
+
+    step, _ = assert_as_plain(make)
+    assert ("torch.prod" in step.report().fallback) == trains

@@ -107,7 +107,8 @@ NAMES: dict[str, tuple[str, ...]] = {
             _dynamo.guards.DictGuardManager
             _is_any_autocast_enabled _set_grad_enabled
         torch._dynamo: config.allow_rnn config.assume_dunder_attributes_remain_unchanged
-            config.guard_nn_modules config.guard_nn_modules_using_dict_tags config.patch
+            config.enable_dynamo_decompositions config.guard_nn_modules
+            config.guard_nn_modules_using_dict_tags config.patch
             config.recompile_limit config.skip_fsdp_guards config.skip_nnmodule_hook_guards
             config.skip_no_tensor_aliasing_guards_on_parameters
             config.skip_tensor_guards_with_matching_dict_tags config.trace_numpy
@@ -130,7 +131,8 @@ NAMES: dict[str, tuple[str, ...]] = {
             variables.misc.LoggingLoggerVariable variables.misc.ObjectVariable
             variables.misc.SuperVariable
             variables.object_protocol variables.tensor.SymNodeVariable
-            variables.tensor.TensorVariable variables.user_defined.UserDefinedObjectVariable
+            variables.tensor.TensorVariable variables.torch.TorchInGraphFunctionVariable
+            variables.user_defined.UserDefinedObjectVariable
         torch._inductor: compile_fx.compile_fx compile_fx.compile_fx_inner config
             cpp_builder.get_cpp_compiler custom_graph_pass.CustomPartitionerFn
             dependencies.WeakDep graph.GraphLowering ir lowering.fallback_handler memory
@@ -143,9 +145,11 @@ NAMES: dict[str, tuple[str, ...]] = {
             _python_dispatch.is_traceable_wrapper_subclass _pytree
         torch.ops.aten: _cudnn_rnn.default _local_scalar_dense _local_scalar_dense.default
             _native_batch_norm_legit.no_stats _native_batch_norm_legit_functional.default
+            _to_copy.default
         torch: _guards.Source _guards.TracingContext _library.fake_impl _ops.HigherOrderOperator
             _ops.OpOverload _ops.OpOverloadPacket _prims.rng_prims.run_and_save_rng_state
-            _prims.rng_prims.run_with_rng_state compiler._is_compiling_flag
+            _prims.rng_prims.run_with_rng_state amp.autocast_mode._enter_autocast
+            compiler._is_compiling_flag
     """),
     "runtime/planned": _names("""
         torch._C: . _current_graph_task_id _set_cudnn_benchmark

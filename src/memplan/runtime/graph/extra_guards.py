@@ -29,6 +29,7 @@ from torch._dynamo.tensor_version_op import _tensor_version
 from torch._dynamo.types import GuardFilterEntry
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.misc import LoggingLoggerVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.nn.modules import module as _modules
 from torch.nn.parallel import DistributedDataParallel
 from torch.torch_version import TorchVersion
@@ -40,6 +41,8 @@ from memplan.runtime.graph.compile import GUARDED_SINCE
 _STRICT_SETTINGS = {
     "torch._dynamo.config.allow_rnn": True,
     "torch._dynamo.config.assume_dunder_attributes_remain_unchanged": False,
+    # Operators in the place of others, whose results are not the same bits.
+    "torch._dynamo.config.enable_dynamo_decompositions": False,
     "torch._dynamo.config.guard_nn_modules": True,
     "torch._dynamo.config.guard_nn_modules_using_dict_tags": False,
     "torch._dynamo.config.skip_fsdp_guards": False,
@@ -69,6 +72,8 @@ def strict() -> Iterator[None]:
         stack.enter_context(torch._dynamo.config.patch(_DYNAMO_SETTINGS))
         for owner, name, instead in patches:
             stack.enter_context(mock.patch.object(owner, name, instead))
+        handlers: Any = TorchInGraphFunctionVariable._get_handlers()
+        stack.enter_context(mock.patch.dict(handlers)).pop(torch.addcdiv, None)  # a decomposition
         yield
 
 
@@ -112,6 +117,11 @@ def refusal(module: torch.fx.GraphModule) -> str:
         for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
             if node.target in (torch.bernoulli, "bernoulli"):
                 return "torch.bernoulli, which PyTorch captures as Tensor.bernoulli_"
+            if node.target in (torch.prod, "prod") and node.meta["example_value"].requires_grad:
+                return (
+                    "a gradient of torch.prod, which PyTorch computes in another way where it "
+                    "cannot see whether an element is zero"
+                )
             if node.target is _tensor_version:
                 return "a tensor's `_version`, which PyTorch captures as a number"
     return ""

@@ -33,6 +33,7 @@ from memplan.runtime.graph.joint import (
 from memplan.runtime.graph.leaf_hooks import LeafHooks
 from memplan.runtime.graph.operator_graph import OperatorGraph, operator_graph
 from memplan.runtime.graph.ordering import choose_order
+from memplan.runtime.graph.other_bits import casts_once, difference
 from memplan.runtime.graph.program import Program, program_of
 from memplan.runtime.graph.recompute import within_budget
 from memplan.runtime.graph.recompute_problem import RecomputeProblem, recompute_problem
@@ -161,6 +162,7 @@ class StepCapture:
         self._updates_in_graph = self.can_update_in_graph()
         self._needs = self._updates.memory_needs({})
         written: set[int] = set()
+        once = casts_once(module)
 
         def refuse(joint: fx.GraphModule, results: int) -> None:
             if why := USER_CALLS.end():
@@ -171,16 +173,10 @@ class StepCapture:
                     "an operator with effects, which PyTorch keeps in their order, or inputs that "
                     "share memory, which is written"
                 )
-            if _recurrent_rows_differ(joint):
-                raise UncapturedError(
-                    "a recurrent cell on the CPU whose width is no multiple of 64: PyTorch's "
-                    "capture lays out its gates in another way, which changes their last bits"
-                )
             written.update(_written(joint))
-            if _checkpoints(joint) and (results > _results(module) or written):
-                raise UncapturedError(
-                    "a checkpoint around what changes a buffer: run twice, it changes it twice"
-                )
+            writes = results > _results(module) or bool(written)
+            if why := difference(module, joint.graph, primals, casts_once=once, writes=writes):
+                raise UncapturedError(why)
 
         if has_foreign_gradients(module):
             USER_CALLS.begin()
@@ -369,29 +365,6 @@ def _with_own_code(loss_fn: Callable[..., Any]) -> FunctionType:
 def _results(module: fx.GraphModule) -> int:
     """Number of values that a function returns. A traced graph returns changed inputs, too."""
     return len(pytree.tree_leaves(returned(module)))
-
-
-_UNSAFE_SPLITS = (torch.ops.aten.unsafe_split, torch.ops.aten.unsafe_split_with_sizes)
-
-
-def _recurrent_rows_differ(joint: fx.GraphModule) -> bool:
-    """Whether recurrent cells on the CPU compute in place on parts of a tensor whose rows are not a
-    multiple of 64 elements.
-
-    In a traced graph those parts have memory of their own, without gaps between rows. Kernels use
-    other instructions for the end of a row that does not fill a vector, so that the last bits of
-    results differ. No vector is longer than 64 elements.
-    """
-    return any(
-        one.device.type == "cpu" and not one.is_contiguous() and one.shape[-1] % 64
-        for node in joint.graph.nodes
-        if getattr(node.target, "overloadpacket", None) in _UNSAFE_SPLITS
-        for one in node.meta["val"]
-    )
-
-
-def _checkpoints(joint: fx.GraphModule) -> bool:
-    return any(node.meta.get("recompute") for node in joint.graph.nodes)
 
 
 def _extent(one: torch.Tensor) -> int:
