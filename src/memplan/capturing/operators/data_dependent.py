@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memplan.capturing.known_values.asking import asking
 from memplan.capturing.known_values.store import MAX_INTEGER_ELEMENTS, worth_keeping
 from memplan.capturing.operators.fake import run_fake
 from memplan.capturing.state import CaptureState, Handler
@@ -48,6 +49,11 @@ def equal(state: CaptureState, func: Any, args: Any, kwargs: Any) -> bool:
     left, right = (state.values.of(t) if isinstance(t, FakeTensor) else t for t in args)
     if left is not None and right is not None:
         return torch.equal(left, right)
+    for known, asked in ((left, args[1]), (right, args[0])):
+        flag = known is not None and known.dtype == torch.bool and known.numel() == 1
+        if known is not None and flag and asking().holds is None:
+            holds = state.answers.scalar(torch.bool, state.values.origin(asked))
+            return bool(holds) == bool(known)  # `istft` asks so whether a condition holds
     return bool(state.answers.scalar(torch.bool, "equal"))
 
 
