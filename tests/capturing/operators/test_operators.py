@@ -116,6 +116,34 @@ def test_batch_norm_in_training_and_evaluation() -> None:
 # Everything else
 
 
+def test_fake_quantization_of_much_keeps_which_elements_were_in_range() -> None:
+    elements = 5 << 22
+
+    def job() -> None:
+        x = torch.empty(4, elements // 4, device="cuda", requires_grad=True)
+        torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -128, 127)
+        scales, zeros = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda").int()
+        torch.fake_quantize_per_channel_affine(x, scales, zeros, 0, -128, 127)
+        torch.fake_quantize_per_tensor_affine(x, scales[:1], zeros[:1], -128, 127)
+
+    trace = record(job)
+    assert sizes(trace, op="cachemask") == [4 * elements, elements] * 3
+    assert not trace.meta.assumptions
+
+
+def test_gradients_of_much_without_a_rule_of_pytorchs() -> None:
+    def job() -> None:
+        x = real(1024, 20_000)
+        labels = torch.zeros(1024, dtype=torch.int64, device="cuda")
+        F.multi_margin_loss(x, labels).backward()
+        F.multilabel_margin_loss(x, torch.zeros_like(x, dtype=torch.int64)).backward()
+        torch.distributions.Gamma(x, 1.0, validate_args=False).rsample().sum().backward()
+
+    trace = record(job)
+    gradients = sizes(trace, op="margin_loss_backward") + sizes(trace, op="gamma_grad")
+    assert gradients == [4 * 1024 * 20_000] * 3
+
+
 def fourier() -> torch.Tensor:
     spectrum = torch.fft.rfft(real(8, 16))
     return torch.fft.irfft(spectrum * 2).sum()
