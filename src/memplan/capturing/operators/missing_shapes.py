@@ -65,6 +65,11 @@ def fake_quantized(x: Tensor, *rest: Any) -> Any:
     return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
 
 
+def learnt_quantized_backward(gradient: Tensor, x: Tensor, scale: Tensor, *rest: Any) -> Any:
+    """Gradients of the input, of its scales and of its zero points."""
+    return torch.empty_like(x), *(x.new_empty(scale.shape) for _ in range(2))
+
+
 _KERNELS = {
     "_thnn_fused_gru_cell": gru_cell,
     "_thnn_fused_gru_cell_backward": gru_cell_backward,
@@ -82,6 +87,10 @@ _KERNELS = {
     "fake_quantize_per_tensor_affine_cachemask": fake_quantized,
     "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams": fake_quantized,
     "fake_quantize_per_channel_affine_cachemask": fake_quantized,
+    "_fake_quantize_learnable_per_tensor_affine": like_first,
+    "_fake_quantize_learnable_per_channel_affine": like_first,
+    "_fake_quantize_learnable_per_tensor_affine_backward": learnt_quantized_backward,
+    "_fake_quantize_learnable_per_channel_affine_backward": learnt_quantized_backward,
 }
 
 
