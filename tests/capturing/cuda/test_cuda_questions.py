@@ -16,7 +16,8 @@ from memplan.capturing.options import CaptureOptions, RankPlace
 from memplan.capturing.session import CaptureSession
 from memplan.estimation import estimate
 from memplan.types.device import find_profile
-from tests.capturing.jobs import record
+from memplan.types.trace import Phase
+from tests.capturing.jobs import record, sizes
 
 PROFILE = find_profile("a100-80gb")
 MIB = 1 << 20
@@ -168,6 +169,17 @@ def test_data_parallel_on_the_one_device() -> None:
         assert model.module.weight.grad is not None
 
     record(job)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_gradient_of_what_data_parallel_is_given_is_a_copy(device: str) -> None:
+    def job() -> None:
+        x = torch.ones(200, 4, device=device, requires_grad=True)
+        nn.DataParallel(nn.Linear(4, 6).cuda())(x).sum().backward()
+        assert x.grad is not None and x.grad.device.type == device
+
+    copies = sizes(record(job), Phase.BACKWARD, op="clone")
+    assert copies.count(4 * 200 * 4) == (device == "cuda")
 
 
 def test_the_environment_is_left_alone() -> None:

@@ -275,10 +275,11 @@ def test_recurrent_stacks_under_autocast() -> None:
     record(job)
 
 
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
-def test_single_cells(cell: Any) -> None:
+def test_single_cells(cell: Any, bias: bool) -> None:
     def job() -> None:
-        out = cell(WIDTH, 16).cuda()(torch.randn(3, WIDTH, device="cuda"))
+        out = cell(WIDTH, 16, bias=bias).cuda()(torch.randn(3, WIDTH, device="cuda"))
         state = out[0] if isinstance(out, tuple) else out
         assert state.shape == (3, 16)
         state.sum().backward()

@@ -131,6 +131,57 @@ def test_batch_norm_in_training_and_evaluation() -> None:
 # Everything else
 
 
+def test_fake_quantization_of_much_keeps_which_elements_were_in_range() -> None:
+    elements = 5 << 22
+
+    def job() -> None:
+        x = torch.empty(4, elements // 4, device="cuda", requires_grad=True)
+        torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -128, 127)
+        scales, zeros = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda").int()
+        torch.fake_quantize_per_channel_affine(x, scales, zeros, 0, -128, 127)
+        torch.fake_quantize_per_tensor_affine(x, scales[:1], zeros[:1], -128, 127)
+
+    trace = record(job)
+    assert sizes(trace, op="cachemask") == [4 * elements, elements] * 3
+    assert not trace.meta.assumptions
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+def test_learnt_quantization_of_much_has_memory_of_its_own(channels: int) -> None:
+    elements = 5 << 22
+
+    def job() -> None:
+        x = real(4, elements // 4)
+        learnt = [torch.ones(channels, device="cuda", requires_grad=True) for _ in range(2)]
+        aten = torch.ops.aten  # PyTorch's stubs have other arguments
+        if channels == 1:
+            y = aten._fake_quantize_learnable_per_tensor_affine(x, *learnt, 0, 255, 1.0)
+        else:
+            y = aten._fake_quantize_learnable_per_channel_affine(x, *learnt, 0, 0, 255, 1.0)
+        y.sum().backward()
+        assert [item.grad.shape for item in learnt if item.grad is not None] == [(channels,)] * 2
+
+    trace = record(job)
+    names = [event.op for event in trace if event.kind == EventKind.ALLOC]
+    asked = [event.bytes for event in trace if event.kind == EventKind.ALLOC]
+    of_op = [b for n, b in zip(names, asked, strict=True) if "fake_quantize_learnable" in n]
+    assert of_op[:2] == [4 * elements, elements]  # the output; a mask that is not returned
+    assert of_op[2:] == [4 * elements, 4 * channels, 4 * channels, 4 * elements, 4 * elements]
+
+
+def test_gradients_of_much_without_a_rule_of_pytorchs() -> None:
+    def job() -> None:
+        x = real(1024, 20_000)
+        labels = torch.zeros(1024, dtype=torch.int64, device="cuda")
+        F.multi_margin_loss(x, labels).backward()
+        F.multilabel_margin_loss(x, torch.zeros_like(x, dtype=torch.int64)).backward()
+        torch.distributions.Gamma(x, 1.0, validate_args=False).rsample().sum().backward()
+
+    trace = record(job)
+    gradients = sizes(trace, op="margin_loss_backward") + sizes(trace, op="gamma_grad")
+    assert gradients == [4 * 1024 * 20_000] * 3
+
+
 def fourier() -> torch.Tensor:
     spectrum = torch.fft.rfft(real(8, 16))
     return torch.fft.irfft(spectrum * 2).sum()

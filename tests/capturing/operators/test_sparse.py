@@ -222,3 +222,14 @@ def test_a_dense_matrix_becomes_its_nonzero_elements() -> None:
 def test_a_matrix_in_another_layout_is_refused() -> None:
     with pytest.raises(CaptureError, match="sparse_csr"):
         record(lambda: torch.eye(4).cuda().to_sparse_csr(), steps=0)
+
+
+def test_a_gradient_of_values_by_way_of_a_matrix_is_refused() -> None:
+    def job() -> None:
+        places = torch.tensor([[0, 1], [1, 0]], device="cuda")
+        weights = torch.ones(2, device="cuda", requires_grad=True)
+        matrix = torch.sparse_coo_tensor(places, weights, (2, 2))
+        torch.sparse.mm(matrix, torch.ones(2, 4, device="cuda")).sum().backward()
+
+    with pytest.raises(CaptureError, match=r"aten\.sparse_mask\.default has no rule for it"):
+        record(job)

@@ -202,7 +202,7 @@ def test_checkpointed_layers(reentrant: bool) -> None:
 @pytest.mark.parametrize(
     "options", [{"use_reentrant": True}, {"use_reentrant": False, "preserve_rng_state": False}]
 )
-def test_checkpoints_whose_backward_differs_run_plainly(options: dict[str, bool]) -> None:
+def test_checkpoints_whose_backward_differs_run_plainly(options: dict[str, Any]) -> None:
     """A reentrant one adds up its own gradients first, and a layer draws other random numbers."""
 
     def make() -> Job:

@@ -110,11 +110,17 @@ def _install_neighbours(patches: Patches, api: FakeCuda) -> None:
         with api.stream_context(streams[0] if streams else None):
             return (tensor.to("cuda", non_blocking=True),)
 
+    def gather(tensors: Any, _dim: int, device: int) -> torch.Tensor:
+        """The gradient of what was scattered: a copy (`torch/csrc/cuda/comm.cpp`)."""
+        copied: torch.Tensor = tensors[0].cpu() if device < 0 else tensors[0].clone()
+        return copied
+
     _install_profilers(patches)
     patches.set(torch.Tensor, "record_stream", record_stream)
     patches.set(torch, "Stream", api.Stream)
     patches.set(torch, "Event", api.Event)
     patches.set(torch._C, "_scatter", scatter, new=True)  # of a build for CUDA
+    patches.set(torch._C, "_gather", gather, new=True)
 
 
 def _install_profilers(patches: Patches) -> None:

@@ -229,6 +229,16 @@ def _group_norm_backward(call: OpCall) -> list[Scratch]:
     ]
 
 
+def _learnt_quantized(call: OpCall) -> list[Scratch]:
+    """quantized/FakeQuantPer*Affine.cpp: which elements are in range, which is not returned."""
+    return [exactly("mask", call.count)]
+
+
+def _learnt_quantized_backward(call: OpCall) -> list[Scratch]:
+    """The same files: what each element adds to the gradients of scale and zero point."""
+    return [exactly(name, call.count * call.itemsize) for name in ("dScale_vec", "dZeroPoint_vec")]
+
+
 # Lists of tensors, libraries
 
 
@@ -267,6 +277,9 @@ def _solver(call: OpCall) -> list[Scratch]:
 def _rules() -> dict[str, Rule]:
     sums, pairs = _reduction(_sum_type), _reduction(_pair_type)
     own, moments = _reduction(itemsize), _reduction(_welford_type)
+    learnt = " ".join(
+        f"_fake_quantize_learnable_per_{part}_affine{{0}}" for part in ("tensor", "channel")
+    )
     by_rule: list[tuple[Rule, str]] = [
         (sorting.sort, "sort msort argsort"),
         (sorting.topk, "topk"),
@@ -294,6 +307,8 @@ def _rules() -> dict[str, Rule]:
         (_rms_norm_backward, "_fused_rms_norm_backward"),
         (_group_norm, "native_group_norm"),
         (_group_norm_backward, "native_group_norm_backward"),
+        (_learnt_quantized, learnt.format("")),
+        (_learnt_quantized_backward, learnt.format("_backward")),
         (_foreach_norm, "_foreach_norm"),
         (_fft, "_fft_r2c _fft_c2c _fft_c2r"),
         (

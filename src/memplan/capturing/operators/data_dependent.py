@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memplan.capturing.known_values.asking import asking
 from memplan.capturing.known_values.store import MAX_INTEGER_ELEMENTS, worth_keeping
 from memplan.capturing.operators.fake import run_fake
 from memplan.capturing.state import CaptureState, Handler
@@ -43,14 +44,17 @@ def _read_by_host(state: CaptureState, func: Any, *tensors: torch.Tensor) -> Non
 
 
 def equal(state: CaptureState, func: Any, args: Any, kwargs: Any) -> bool:
-    """`torch.equal`. PyTorch's own checks (such as that of `istft`'s window) ask whether one
-    condition equals True, which is answered like the condition itself."""
-    left, right = (state.values.of(t) if isinstance(t, FakeTensor) else t for t in args)
-    if left is None and right is not None and right.dtype == torch.bool and right.dim() == 0:
-        return bool(local_scalar(state, func, args[:1], {}) == right.item())
+    """`torch.equal`. A condition that is compared with True or False is answered like the condition
+    itself: PyTorch's own checks, such as that of `istft`'s window, ask so."""
     _read_by_host(state, func, *args)
+    left, right = (state.values.of(t) if isinstance(t, FakeTensor) else t for t in args)
     if left is not None and right is not None:
         return torch.equal(left, right)
+    known, asked = (right, args[0]) if left is None else (left, args[1])
+    flag = known is not None and known.dtype == torch.bool and known.numel() == 1
+    if known is not None and flag and asking().holds is None:
+        holds = state.answers.scalar(torch.bool, state.values.origin(asked))
+        return bool(holds) == bool(known)
     return bool(state.answers.scalar(torch.bool, "equal"))
 
 

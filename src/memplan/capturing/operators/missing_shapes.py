@@ -1,4 +1,4 @@
-"""Shapes of what operators return that run on CUDA alone, where PyTorch has no rule for them.
+"""Shapes of what operators return, where PyTorch has no rule for them.
 
 Each is a kernel of the `Meta` backend, which PyTorch's fake tensors look for: arguments and results
 have shapes and no data.
@@ -51,7 +51,7 @@ def batch_norm_gather_stats(x: Tensor, mean: Tensor, *rest: Any) -> Any:
     return tuple(mean.new_empty(mean.shape[-1], dtype=dtype) for _ in range(2))
 
 
-def batch_norm_elementwise(x: Tensor, *rest: Any) -> Any:
+def like_first(x: Tensor, *rest: Any) -> Any:
     """The output, or the gradient of the input."""
     return torch.empty_like(x)
 
@@ -65,16 +65,44 @@ def batch_norm_backward_reduce(
     return tuple(torch.empty_like(like) if want else None for like, want in wants)
 
 
+def like_second(gradient: Tensor, x: Tensor, *rest: Any) -> Any:
+    """The gradient of a pooled input, or of what a loss is of."""
+    return torch.empty_like(x)
+
+
+def fake_quantized(x: Tensor, *rest: Any) -> Any:
+    """`native/quantized/FakeQuantPer*.cpp`: the output, and which elements were in range."""
+    return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
+
+
+def learnt_quantized_backward(gradient: Tensor, x: Tensor, scale: Tensor, *rest: Any) -> Any:
+    """Gradients of the input, of its scales and of its zero points."""
+    return torch.empty_like(x), *(x.new_empty(scale.shape) for _ in range(2))
+
+
 _KERNELS = {
     "_thnn_fused_gru_cell": gru_cell,
     "_thnn_fused_gru_cell_backward": gru_cell_backward,
     "cudnn_grid_sampler": grid_sampler,
     "cudnn_grid_sampler_backward": grid_sampler_backward,
     "batch_norm_stats": batch_norm_stats,
+    "batch_norm_gather_stats": batch_norm_gather_stats,
     "batch_norm_gather_stats_with_counts": batch_norm_gather_stats,
-    "batch_norm_elemt": batch_norm_elementwise,
+    "batch_norm_elemt": like_first,
     "batch_norm_backward_reduce": batch_norm_backward_reduce,
-    "batch_norm_backward_elemt": batch_norm_elementwise,
+    "batch_norm_backward_elemt": like_first,
+    "_standard_gamma_grad": like_first,
+    "_dirichlet_grad": like_first,
+    "multi_margin_loss_backward": like_second,
+    "multilabel_margin_loss_backward": like_second,
+    "fractional_max_pool3d_backward": like_second,
+    "fake_quantize_per_tensor_affine_cachemask": fake_quantized,
+    "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams": fake_quantized,
+    "fake_quantize_per_channel_affine_cachemask": fake_quantized,
+    "_fake_quantize_learnable_per_tensor_affine": like_first,
+    "_fake_quantize_learnable_per_channel_affine": like_first,
+    "_fake_quantize_learnable_per_tensor_affine_backward": learnt_quantized_backward,
+    "_fake_quantize_learnable_per_channel_affine_backward": learnt_quantized_backward,
 }
 
 

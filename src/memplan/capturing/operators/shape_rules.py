@@ -41,6 +41,15 @@ def grouped_mm(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
+def lstm_cell(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
+    """PyTorch's rule wants biases, which the CUDA kernel does without."""
+    gates, hidden_gates, state_before, *biases = args
+    if any(bias is not None for bias in biases):
+        return NotImplemented
+    bias = state.fake_mode.dispatch(aten.new_empty.default, (), (gates, [gates.shape[1]]), {})
+    return run_fake(state, func, (gates, hidden_gates, state_before, bias, bias), kwargs)
+
+
 def no_cudnn_ctc(state: CaptureState, func: Any, args: Any, kwargs: Any) -> bool:
     """cuDNN's loss needs 32-bit targets on the host and blank 0 (`native/cudnn/LossCTC.cpp`). Its
     memory is not published, so PyTorch's own kernel is used in its place."""
@@ -141,6 +150,7 @@ def _empty(state: CaptureState, like: torch.Tensor, dtype: torch.dtype) -> Any:
 HANDLERS: dict[Any, Handler] = {
     aten.linalg_lstsq.default: least_squares,
     aten._grouped_mm.default: grouped_mm,
+    aten._thnn_fused_lstm_cell.default: lstm_cell,
     aten._ctc_loss.default: ctc_loss,
     aten._ctc_loss_backward.default: ctc_loss_backward,
     aten._use_cudnn_ctc_loss.default: no_cudnn_ctc,

@@ -157,6 +157,8 @@ def _mask(state: CaptureState, _func: Any, args: Any, _kwargs: Any) -> Any:
     """`SparseTensor.cpp`, `SparseTensorMath.cpp`: those elements of a dense tensor that a sparse
     one has, times ones."""
     dense, mask = args[:2]
+    if dense.layout is not torch.strided:
+        return NotImplemented
     indices = _parts(state, mask)[0]
     ones = run_fake(state, aten.ones.default, ([1],), {"device": dense.device})
     found = run_fake(state, aten.index.Tensor, (dense, [*indices.unbind(0)]), {})
