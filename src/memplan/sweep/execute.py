@@ -79,7 +79,7 @@ class LocalProcesses:
                 try:
                     code = process.wait(self._timeout)
                 except subprocess.TimeoutExpired as error:
-                    _end([process])
+                    end([process])
                     raise CaptureFailedError(timed_out(error.timeout)) from None
                 finally:
                     with self._lock:
@@ -92,7 +92,7 @@ class LocalProcesses:
         with self._lock:
             self._stopped = True
             running = list(self._running)
-        _end(running)
+        end(running)
 
     def close(self) -> None:
         pass
@@ -147,7 +147,8 @@ def timed_out(seconds: float) -> Outcome:
     return Outcome(kind="error", exit_code=NoAnswerError.exit_code, message=said)
 
 
-def _end(running: Sequence[subprocess.Popen[bytes]]) -> None:
+def end(running: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ask processes to end, which end their own first, and kill those that do not."""
     for process in running:
         process.terminate()
     for process in running:

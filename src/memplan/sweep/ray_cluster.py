@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from memplan import __version__
-from memplan.sweep.execute import Ended, StoppedError, command, timed_out
+from memplan.sweep.execute import Ended, StoppedError, command, end, timed_out
 from memplan.types.errors import UsageError
 from memplan.worker.failure import CaptureFailedError
 from memplan.worker.request import Outcome
@@ -129,18 +129,23 @@ def _run_there(
         raise RuntimeError(f"this node has memplan {__version__}, and {version} asks")
     with tempfile.TemporaryDirectory(prefix="memplan-ray-") as temporary:
         output = Path(temporary) / "output"
+        process = subprocess.Popen(
+            command(words, output),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=folder,
+            start_new_session=True,
+        )
         try:
-            done = subprocess.run(
-                command(words, output),
-                input=given,
-                capture_output=True,
-                cwd=folder,
-                start_new_session=True,
-                timeout=timeout,
-            )
+            out, wrote = process.communicate(given, timeout)
         except subprocess.TimeoutExpired as error:
+            end([process])
             outcome = timed_out(error.timeout)
             said = f"memplan: {outcome.message}"
             return outcome.exit_code, msgspec.json.encode(outcome), said, None
+        except BaseException:  # a task that Ray cancels
+            end([process])
+            raise
         written = output.read_bytes() if output.exists() else None
-        return done.returncode, done.stdout, done.stderr.decode(errors="replace"), written
+        return process.returncode, out, wrote.decode(errors="replace"), written
