@@ -28,15 +28,14 @@ WORTH_TELLING = 0.005
 
 
 def headline(estimate: Estimate) -> str:
-    """The answer in one line: peak, interval, card and verdict. What is spare or missing is so at
-    the high bound, as the verdict is."""
+    """The answer in one line: peak, interval, card and verdict."""
     line = peak_text(estimate)
     if estimate.gpu is None:
         return line
-    total, times = estimate.gpu.total_bytes, estimate.card_processes
     if estimate.fits:
-        return f"{line}: fits, at least {format_bytes(total - estimate.high_bytes * times)} spare"
-    verdict = misfit(estimate.peak_bytes * times, total)
+        return f"{line}: fits, {format_bytes(estimate.spare_bytes or 0)} spare"
+    needed = estimate.peak_bytes * estimate.card_processes
+    verdict = misfit(needed, estimate.gpu.total_bytes)
     return f"{line}: {verdict}, up to {format_bytes(estimate.missing_bytes or 0)} missing"
 
 
