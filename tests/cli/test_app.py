@@ -70,6 +70,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         (["estimate", "--GPU", "l4", "x"], "unrecognized arguments: --GPU", "--gpu, or"),
         (["estimate", "--alloc_conf=a", "x"], "unrecognized arguments", "try: --alloc-conf, or"),
         (["estimate", "--batch_size", "1", "x"], "unrecognized arguments", "try: `memplan"),
+        (["estimate", "--trace", "a", "x"], "unrecognized arguments", "try: `memplan"),
         (["estimate", "--gpu"], "argument --gpu: expected one argument", "--help"),
         (["estimate", "--steps", "-1", "x"], "'-1' is not a number of steps", "--help"),
         (["estimate", "--steps", "x", "y"], "'x' is not a number of steps", "--help"),

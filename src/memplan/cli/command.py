@@ -59,17 +59,17 @@ class Parser(argparse.ArgumentParser):
         return [action for action in self._actions if action.default is not argparse.SUPPRESS]
 
     def error(self, message: str) -> NoReturn:
-        known = [
-            option
+        known = {
+            option.lstrip("-"): option
             for action in self._actions
             if action.dest != "help"
             for option in action.option_strings
-        ]
+        }
         near = [
-            match
-            for word in re.findall(r"(?<!\S)--?[\w-]+", message)
+            known[match]
+            for word in re.findall(r"(?<!\S)--?([\w-]+)", message)
             if word not in known
-            for match in difflib.get_close_matches(word.lower(), known, n=1)
+            for match in difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.65)
         ]
         wants = re.search(r"argument (?:-\w/)?(--[a-z-]+): expected one argument", message)
         if wants is not None:
