@@ -22,7 +22,7 @@ def sparse_gradient() -> None:
 
 
 def sparse_tensor() -> None:
-    torch.eye(2, device="cuda").to_sparse()
+    torch.eye(2, device="cuda").to_sparse_csr()
 
 
 def sparse_tensor_of_the_host() -> None:
@@ -39,7 +39,7 @@ def operator_without_a_rule() -> None:
 
 REFUSED: dict[str, tuple[Callable[[], None], str, str]] = {
     "sparse gradient": (sparse_gradient, "torch.sparse_coo", "sparse=False"),
-    "sparse tensor": (sparse_tensor, "torch.sparse_coo", "sparse=False"),
+    "sparse tensor": (sparse_tensor, "torch.sparse_csr", "sparse=False"),
     "sparse tensor of the host": (sparse_tensor_of_the_host, "torch.sparse_csr", "sparse=False"),
     "second device": (second_device, "cuda:1", "cuda:0"),
     "operator without a rule": (
