@@ -63,8 +63,9 @@ def of_dense(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     if layout is not torch.sparse_coo or kwargs.get("dense_dim") or dims not in ([], [dense.dim()]):
         return NotImplemented
     with state.mode:
-        indices = dense.nonzero().T.clone()
-        values = dense[tuple(indices)]
+        found = dense.nonzero().T  # stays until the end
+        indices = found.clone()
+        values = dense[tuple(indices)].clone()
     return _made(state, (indices, values), dense.shape, coalesced=True)
 
 
