@@ -236,6 +236,11 @@ def test_a_matrix_in_another_layout_is_refused() -> None:
         record(lambda: torch.eye(4).cuda().to_sparse_csr(), steps=0)
 
 
+def test_a_sparse_number_is_refused() -> None:
+    with pytest.raises(CaptureError, match="sparse"):
+        record(lambda: torch.ones(()).cuda().to_sparse(), steps=0)
+
+
 def test_a_gradient_of_values_by_way_of_a_matrix_is_refused() -> None:
     def job() -> None:
         places = torch.tensor([[0, 1], [1, 0]], device="cuda")

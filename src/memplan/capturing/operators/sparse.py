@@ -60,7 +60,12 @@ def of_dense(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     """`native/TensorConversions.cpp`: the coordinates of what is not zero, and the values there."""
     dense, *dims = args
     layout = kwargs.get("layout") or torch.sparse_coo
-    if layout is not torch.sparse_coo or kwargs.get("dense_dim") or dims not in ([], [dense.dim()]):
+    if (
+        layout is not torch.sparse_coo
+        or kwargs.get("dense_dim")
+        or not dense.dim()
+        or dims not in ([], [dense.dim()])
+    ):
         return NotImplemented
     with state.mode:
         found = dense.nonzero().T  # stays until the end
