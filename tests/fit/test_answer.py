@@ -60,6 +60,7 @@ def test_a_plan_beyond_the_time_allowed_is_not_the_answer() -> None:
         r"or \+\d+ % time",
         first_line(bounded),
     )
+    assert "on a card with room" not in [line.plain for line in fit_lines(answer)][1]
     enough = found(chain("2600MiB"), Limits(at_most=needs + 0.01))
     assert enough.answer.fits and enough.plan is not None
 

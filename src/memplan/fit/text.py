@@ -110,7 +110,8 @@ def _best_plan(answer: Fit, after: Estimate) -> str:
     """What the plan that comes nearest needs, which was captured with room to spare."""
     peak = interval_text(after.low_bytes, after.peak_bytes, after.high_bytes)
     tried, more = ", ".join(answer.levers_tried), percent(answer.added_fraction)
-    return f"with the best plan: peak {peak} on a card with room, {more} time; tried: {tried}"
+    room = "" if after.fits else " on a card with room"
+    return f"with the best plan: peak {peak}{room}, {more} time; tried: {tried}"
 
 
 def least_card_text(answer: Fit) -> str:

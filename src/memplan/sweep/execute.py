@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -148,13 +150,16 @@ def timed_out(seconds: float) -> Outcome:
 
 
 def end(running: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ask processes to end, which end their own first, and kill those that do not."""
+    """Ask processes to end, which end their own first, and kill those that do not, with their
+    own. Each leads a session."""
     for process in running:
         process.terminate()
     for process in running:
         try:
             process.wait(_SECONDS_TO_END)
         except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.wait()
 

@@ -35,6 +35,8 @@ def test_a_check_that_a_flag_equals_true_is_answered_as_the_flag() -> None:
         answered = [torch.equal(torch.full_like(small, flag), small) for flag in (True, False)]
         assert answered == [False, True]
         assert torch.equal(small, torch.ones_like(small))
+        several = [torch.equal(scores() < 0.0, torch.tensor(flag).cuda()) for flag in (True, False)]
+        assert several == [False, False]
 
     record(job)
 

@@ -219,9 +219,26 @@ def test_a_dense_matrix_becomes_its_nonzero_elements() -> None:
     assert 2 * 21 * 8 in sizes(record(job, steps=0))
 
 
+def test_a_dense_matrix_is_beside_its_coordinates_and_values_twice() -> None:
+    cells, most = 300 * 300, 0
+    alive: dict[int, int] = {}
+    for event in record(lambda: torch.ones(300, 300).cuda().to_sparse(), steps=0):
+        if event.kind == EventKind.ALLOC:
+            alive[event.storage] = event.bytes
+        elif event.kind == EventKind.FREE:
+            alive.pop(event.storage, None)
+        most = max(most, sum(alive.values()))
+    assert most >= (4 + 2 * 16 + 2 * 4) * cells
+
+
 def test_a_matrix_in_another_layout_is_refused() -> None:
     with pytest.raises(CaptureError, match="sparse_csr"):
         record(lambda: torch.eye(4).cuda().to_sparse_csr(), steps=0)
+
+
+def test_a_sparse_number_is_refused() -> None:
+    with pytest.raises(CaptureError, match="sparse"):
+        record(lambda: torch.ones(()).cuda().to_sparse(), steps=0)
 
 
 def test_a_gradient_of_values_by_way_of_a_matrix_is_refused() -> None:

@@ -46,6 +46,8 @@ def _read_by_host(state: CaptureState, func: Any, *tensors: torch.Tensor) -> Non
 def equal(state: CaptureState, func: Any, args: Any, kwargs: Any) -> bool:
     """`torch.equal`. A condition that is compared with True or False is answered like the condition
     itself: PyTorch's own checks, such as that of `istft`'s window, ask so."""
+    if args[0].shape != args[1].shape:
+        return False
     _read_by_host(state, func, *args)
     left, right = (state.values.of(t) if isinstance(t, FakeTensor) else t for t in args)
     if left is not None and right is not None:

@@ -60,11 +60,17 @@ def of_dense(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     """`native/TensorConversions.cpp`: the coordinates of what is not zero, and the values there."""
     dense, *dims = args
     layout = kwargs.get("layout") or torch.sparse_coo
-    if layout is not torch.sparse_coo or kwargs.get("dense_dim") or dims not in ([], [dense.dim()]):
+    if (
+        layout is not torch.sparse_coo
+        or kwargs.get("dense_dim")
+        or not dense.dim()
+        or dims not in ([], [dense.dim()])
+    ):
         return NotImplemented
     with state.mode:
-        indices = dense.nonzero().T.clone()
-        values = dense[tuple(indices)]
+        found = dense.nonzero().T  # stays until the end
+        indices = found.clone()
+        values = dense[tuple(indices)].clone()
     return _made(state, (indices, values), dense.shape, coalesced=True)
 
 
