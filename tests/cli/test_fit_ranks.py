@@ -125,7 +125,7 @@ def test_a_rank_that_does_not_fit_is_the_answer(capsys: pytest.CaptureFixture[st
     StageCapture.heavy = 64 * MIB
     assert fit("--gpu", "2600MiB", "-o", "job.plan") == 3
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("does not fit 2600 MiB with any plan: a card of ")
+    assert lines[0].startswith("does not fit 2600 MiB with any plan tried: a card of ")
     assert any("about rank 0, which does not fit" in line for line in lines)
     assert [line.split()[:2] for line in lines if line.startswith("  rank ")] == [["rank", "0"]]
     assert list(Path().glob("*.plan")) == []

@@ -150,7 +150,7 @@ def test_no_plan_fits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     monkeypatch.setattr(FakeCapture, "weight", 2 * MIB)
     assert fit("--gpu", "1100MiB", "-o", "job.plan", "train.py") == 3
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("does not fit 1100 MiB with any plan: a card of ")
+    assert lines[0].startswith("does not fit 1100 MiB with any plan tried: a card of ")
     assert "nearest changes that fit" in lines
     change = next(line for line in lines if line.startswith("  --batch-size "))
     assert "(now 8)" in change

@@ -58,9 +58,8 @@ def near_options(program: ScriptTarget, name: str) -> list[str]:
 
 def hint_of_file(program: ScriptTarget, name: str) -> str:
     """What to do where a file that the command names holds the value; empty where none does."""
-    wanted = re.compile(
-        rf"(?i)(?<![\w-]){re.escape(plain_name(name)).replace('_', '[-_]')}(?![\w-])"
-    )
+    key = re.escape(plain_name(name)).replace("_", "[-_]")
+    wanted = re.compile(rf"(?i)(?<![\w-]){key}[\"']?\s*[:=]")
     for word in program.argv:
         path = Path(word.rpartition("=")[2])
         with suppress(OSError, ValueError):

@@ -102,7 +102,7 @@ def _verdict(answer: Fit) -> str:
         return f"fits with a plan: {peak_text(answer.after)}, {more} time{so_far}"
     bound = "" if answer.at_most is None else f" within {percent(answer.at_most)} time"
     size = f"{answer.gpu.total_bytes // MIB} MiB"
-    text = f"does not fit {size} with any plan{bound}: {least_card_text(answer)} would do"
+    text = f"does not fit {size} with any plan tried{bound}: {least_card_text(answer)} would do"
     return f"{text}, or {more} time{so_far}" if answer.after.fits else f"{text}{so_far}"
 
 

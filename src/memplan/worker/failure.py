@@ -31,10 +31,8 @@ def outcome_of(error: Exception) -> Outcome:
         return error.outcome
     known = error if isinstance(error, MemplanError) else refusal(error)
     if known is not None:
-        memory, no_answer = (
-            isinstance(known.__cause__, MemoryError),
-            isinstance(known, NoAnswerError),
-        )
+        memory = isinstance(known.__cause__, MemoryError)
+        no_answer = isinstance(known, NoAnswerError)
         return Outcome(
             kind="out_of_memory" if memory else "not_captured" if no_answer else "error",
             exit_code=known.exit_code,

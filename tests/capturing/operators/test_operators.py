@@ -92,9 +92,14 @@ def test_samples_of_a_grid_by_cudnn() -> None:
         gradients = torch.autograd.grad(out.sum(), (x, grid))
         assert out.shape == (2, 3, 5, 6)
         assert [gradient.shape for gradient in gradients] == [x.shape, grid.shape]
+        torch.cudnn_grid_sampler(x, torch.zeros(2, 2, 4, 7, device="cuda").permute(0, 2, 3, 1))
 
-    asked = sizes(record(job, steps=0))
+    trace = record(job, steps=0)
+    asked = sizes(trace)
     assert asked.count(4 * 2 * 3 * 8 * 8) == asked.count(4 * 2 * 5 * 6 * 2) == 2
+    rules = [event for event in trace if event.provenance == Provenance.RULE]
+    added = [event.bytes for event in rules if event.kind == EventKind.ALLOC]
+    assert added.count(4 * 2 * 4 * 7 * 2) == 1  # cuDNN wants the grid contiguous
 
 
 @pytest.mark.parametrize("benchmark", [False, True])

@@ -169,6 +169,11 @@ def _of_contiguous(call: OpCall) -> list[Scratch]:
     return contiguous_copies(call, 0)
 
 
+def _grid_sampler(call: OpCall) -> list[Scratch]:
+    """native/cudnn/GridSampler.cpp; the backward also copies an expanded gradient."""
+    return contiguous_copies(call, *range(1, len(call.shapes)))
+
+
 def _of_two_contiguous(call: OpCall) -> list[Scratch]:
     """SoftMax.cu (`host_softmax_backward`): gradient and output, contiguous."""
     return contiguous_copies(call, 0, 1)
@@ -309,6 +314,7 @@ def _rules() -> dict[str, Rule]:
         (_group_norm_backward, "native_group_norm_backward"),
         (_learnt_quantized, learnt.format("")),
         (_learnt_quantized_backward, learnt.format("_backward")),
+        (_grid_sampler, "cudnn_grid_sampler cudnn_grid_sampler_backward"),
         (_foreach_norm, "_foreach_norm"),
         (_fft, "_fft_r2c _fft_c2c _fft_c2r"),
         (

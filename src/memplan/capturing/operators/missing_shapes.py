@@ -66,7 +66,7 @@ def batch_norm_backward_reduce(
 
 
 def like_second(gradient: Tensor, x: Tensor, *rest: Any) -> Any:
-    """The gradient of a pooled input, or of what a loss is of."""
+    """The gradient of an input."""
     return torch.empty_like(x)
 
 
@@ -90,7 +90,7 @@ _KERNELS = {
     "batch_norm_gather_stats_with_counts": batch_norm_gather_stats,
     "batch_norm_elemt": like_first,
     "batch_norm_backward_reduce": batch_norm_backward_reduce,
-    "batch_norm_backward_elemt": like_first,
+    "batch_norm_backward_elemt": like_second,
     "_standard_gamma_grad": like_first,
     "_dirichlet_grad": like_first,
     "multi_margin_loss_backward": like_second,

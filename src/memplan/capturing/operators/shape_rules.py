@@ -46,6 +46,7 @@ def lstm_cell(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     gates, hidden_gates, state_before, *biases = args
     if any(bias is not None for bias in biases):
         return NotImplemented
+    # Not by `run_fake`, which would count it.
     bias = state.fake_mode.dispatch(aten.new_empty.default, (), (gates, [gates.shape[1]]), {})
     return run_fake(state, func, (gates, hidden_gates, state_before, bias, bias), kwargs)
 

@@ -185,7 +185,7 @@ def _add(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
             rows, places = total, indices[0]
         elif not total.is_contiguous():
             return NotImplemented
-        else:  # one index for each place, unless none comes twice
+        else:  # as one index for each place, which a kernel for places that differ does without
             rows = total.view(-1, *values.shape[1:])
             places = indices[0] if right.is_coalesced() else _empty(state, indices, right._nnz())
         run_fake(state, aten.index_add_.default, (rows, 0, places, values), {"alpha": alpha})
