@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import sys
 from pathlib import Path
@@ -99,6 +100,7 @@ def request(job: Published) -> CaptureRequest:
 
 def main() -> int:
     """Capture what is not captured yet."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     for key, said in captured_once(((job.key, request(job)) for job in published()), FOLDER):
         print(f"{key:50s} {said}", flush=True)
     return 0
