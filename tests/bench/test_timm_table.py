@@ -82,6 +82,11 @@ def test_verdicts_are_held_to_what_ran(tmp_path: Path) -> None:
     assert found["larger_said_to_fit"] == [small.key]
     assert found["not_captured"] == [large.key]
 
+    known = {missing.key: [{"fits": True, "truth": True}, {"fits": False, "truth": False}]}
+    known[small.key] = known[missing.key]
+    again = score([first, small, large, missing], tmp_path, known)
+    assert (again["models"], again["right"]) == (4, 2), "captures that are there count first"
+
 
 def test_a_row_is_captured_as_its_table_was_measured() -> None:
     pytest.importorskip("timm")

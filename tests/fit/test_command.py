@@ -80,8 +80,8 @@ def test_a_plan_is_found_written_and_named(capsys: pytest.CaptureFixture[str]) -
     assert fit(*words) == 0
     lines, stages = (text.splitlines() for text in capsys.readouterr())
     assert stages[0] == "memplan: capturing train.py"
-    assert stages[1].startswith("memplan: looking for a plan (capture 2, ")
-    assert all(" s so far)" in stage for stage in stages[1:])
+    assert stages[1].startswith("memplan: looking for a plan (capture 2, about ")
+    assert all(" s left if this is enough)" in stage for stage in stages[1:])
     assert lines[0].startswith("fits with a plan: peak ") and lines[0].endswith(" % time")
     assert any(line.startswith("  recompute  blocks") for line in lines)
     assert lines[-1] == "next: memplan run --plan job.plan train.py --lr 0.1"

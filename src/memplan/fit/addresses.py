@@ -35,7 +35,7 @@ def with_planned_addresses(state: State) -> State:
     if _has_pools(state.captured.trace):
         return state.with_note(_POOLS)
     job = state.job
-    job.search.say("planning addresses")
+    job.search.say("planning addresses", 1)
     job.search.tried.append("addresses")
     try:
         captured = job.capture(job.program, state.plan, quiet=True, steps=STEPS_TO_PLAN)

@@ -39,6 +39,8 @@ from memplan.types.trace import Trace
 from memplan.worker.captures import CaptureProgram
 from memplan.worker.failure import CaptureFailedError
 
+_USUAL_CAPTURES = 3
+"""The usual number of captures for a lever with recomputation on top."""
 _WORTH = 0.01
 """Time that a plan adds, as a fraction of the step, up to which no other way is looked for."""
 _ROW = 4
@@ -141,7 +143,7 @@ def fit(
     """
     began = time.monotonic()
     search = Search(progress)
-    search.say(f"capturing {program.name}")
+    search.say(f"capturing {program.name}", 1)
     plain = capture(program)
     search.captured()
     if plain.estimate.fits is None:
@@ -189,7 +191,7 @@ class _Finder:
         self._routes: list[_Route] = []
 
     def run(self) -> None:
-        self._search.say("looking for a plan")
+        self._search.say("looking for a plan", 1 + _USUAL_CAPTURES)
         self._search.tried += ["allocator"] * (not self._first.captured.estimate.alloc_conf)
         self._search.tried.append("order")
         base = self._with(with_optimizer_in_backward, self._first)
@@ -250,7 +252,7 @@ class _Finder:
             return _Route(self._first, self._first)
 
     def _try(self, lever: _Lever) -> None:
-        self._search.say(f"trying {lever.words}", once_begun=True)
+        self._search.say(f"trying {lever.words}", 1 + _USUAL_CAPTURES, once_begun=True)
         base, captures = self.best(lever.instead_of).base, self._search.captures
         changed = self._with(lever.apply, base)
         if self._search.captures > captures:
@@ -267,7 +269,7 @@ class _Finder:
         planner = route.planner
         if planner is None or not planner.offloads or route.end.plan.offload is not None:
             return
-        self._search.say("trying activations on the host")
+        self._search.say("trying activations on the host", _USUAL_CAPTURES)
         self._search.tried.append("offload")
         try:
             end = OffloadPlanner(route.base, planner.graphs[0]).search(planner.best())
@@ -324,7 +326,7 @@ class _Finder:
         """Plans of many budgets, for each set of levers."""
         routes = {id(route.planner or route): route for route in self._routes}
         for route in routes.values():
-            self._search.say("capturing the frontier")
+            self._search.say("capturing the frontier", len(routes) * _ROW)
             try:
                 planner = route.planner or Planner(route.base, self._solver)
                 planner.row(_ROW)

@@ -67,7 +67,7 @@ def _tried(state: State, batch: Knob, accumulation: NumericOption, parts: int) -
         Argument(accumulation.option, accumulation.value * parts),
     ]
     words = " ".join(f"{change.option} {change.value}" for change in changes)
-    state.job.search.say(f"trying {words}")
+    state.job.search.say(f"trying {words}", 4)
     try:
         after = state.trying(arguments=ArgumentsPart(changes=changes), order=None)
     except CaptureFailedError:

@@ -25,6 +25,7 @@ _WORDS: dict[Kind, str] = {
 _LEAST: dict[Kind, int] = {"batch_size": 1, "sequence_length": 16, "image_size": 32}
 _MULTIPLE: dict[Kind, int] = {"batch_size": 1, "sequence_length": 8, "image_size": 32}
 _REFINEMENTS = 2
+_USUAL_CAPTURES = 3
 _GPUS = (2, 4, 8)
 
 
@@ -162,7 +163,7 @@ class _KnobSearch:
         return changed.trying(made_from=made_for, arguments=None)
 
     def _fits(self, value: int) -> bool:
-        self.state.job.search.say(f"trying {self.knob.option} {value}")
+        self.state.job.search.say(f"trying {self.knob.option} {value}", _USUAL_CAPTURES)
         self.begin(2)
         try:
             found = self._captured(self.state, value)

@@ -60,12 +60,13 @@ class Search:
     _solver_seconds: float = _SOLVER_SECONDS
     _began: float = field(default_factory=time.monotonic)
     _text: str = ""
+    _expected: int = 0
     _shown: bool = True
 
-    def say(self, text: str, *, once_begun: bool = False) -> None:
-        """What is tried now. `once_begun`: not shown before a capture for it begins, for there may
-        be nothing to try."""
-        self._text, self._shown = text, False
+    def say(self, text: str, captures: int, *, once_begun: bool = False) -> None:
+        """What is tried now, and how many captures that usually takes. `once_begun`: not shown
+        before one of them begins, for there may be nothing to try."""
+        self._text, self._expected, self._shown = text, captures, False
         if not once_begun:
             self._show()
 
@@ -75,15 +76,17 @@ class Search:
 
     def captured(self) -> None:
         self.captures += 1
-        self._shown = False
+        self._expected -= 1
+        if self._expected > 0:
+            self._show()
 
     def _show(self) -> None:
-        """No time is foretold: nobody knows how many captures it will take."""
-        done, self._shown = "", True
+        """Show progress, with the time left if the current attempt succeeds."""
+        left, self._shown = "", True
         if self.captures:
-            seconds = time.monotonic() - self._began
-            done = f" (capture {self.captures + 1}, {seconds:.0f} s so far)"
-        self.progress(f"{self._text}{done}")
+            seconds = self._expected * (time.monotonic() - self._began) / self.captures
+            left = f" (capture {self.captures + 1}, about {seconds:.0f} s left if this is enough)"
+        self.progress(f"{self._text}{left}")
 
     def solving_seconds(self, most: float) -> float:
         """Seconds for the next solver, which may take `PATIENCE` times as long by the clock."""

@@ -57,7 +57,7 @@ def more_ranks(lowest: State) -> tuple[Change | None, str]:
         wider = job.more_nodes(_TIMES[place])
         if wider is None:
             break
-        job.search.say(f"trying {wider.ranks} ranks")
+        job.search.say(f"trying {wider.ranks} ranks", 3)
         try:
             found = replace(lowest, job=replace(job, capture=wider.capture)).trying()
         except CaptureFailedError as error:
@@ -129,7 +129,7 @@ def _sharding_more(lowest: State) -> Iterator[list[tuple[str, int, int, ScriptTa
 
 def _captured(lowest: State, words: str, program: ScriptTarget) -> Verdict | str:
     """The verdict of a capture with other options, or the reason why there is none."""
-    lowest.job.search.say(f"trying {words}")
+    lowest.job.search.say(f"trying {words}", 3)
     made_for = Fingerprint(command=program.command)
     changed = replace(lowest, job=replace(lowest.job, program=program))
     try:

@@ -282,9 +282,6 @@ def _solver(call: OpCall) -> list[Scratch]:
 def _rules() -> dict[str, Rule]:
     sums, pairs = _reduction(_sum_type), _reduction(_pair_type)
     own, moments = _reduction(itemsize), _reduction(_welford_type)
-    learnt = " ".join(
-        f"_fake_quantize_learnable_per_{part}_affine{{0}}" for part in ("tensor", "channel")
-    )
     by_rule: list[tuple[Rule, str]] = [
         (sorting.sort, "sort msort argsort"),
         (sorting.topk, "topk"),
@@ -312,8 +309,16 @@ def _rules() -> dict[str, Rule]:
         (_rms_norm_backward, "_fused_rms_norm_backward"),
         (_group_norm, "native_group_norm"),
         (_group_norm_backward, "native_group_norm_backward"),
-        (_learnt_quantized, learnt.format("")),
-        (_learnt_quantized_backward, learnt.format("_backward")),
+        (
+            _learnt_quantized,
+            "_fake_quantize_learnable_per_tensor_affine "
+            "_fake_quantize_learnable_per_channel_affine",
+        ),
+        (
+            _learnt_quantized_backward,
+            "_fake_quantize_learnable_per_tensor_affine_backward "
+            "_fake_quantize_learnable_per_channel_affine_backward",
+        ),
         (_grid_sampler, "cudnn_grid_sampler cudnn_grid_sampler_backward"),
         (_foreach_norm, "_foreach_norm"),
         (_fft, "_fft_r2c _fft_c2c _fft_c2r"),
