@@ -193,6 +193,15 @@ def test_real_values_are_compared_for_real() -> None:
     assert list(record(job).meta.assumptions) == []
 
 
+def test_whether_two_tensors_are_one_view_is_known() -> None:
+    def job() -> None:
+        weight = scores()
+        again, part, copy = weight.detach(), weight[1:], weight.clone()
+        assert [weight.is_set_to(other) for other in (again, part, copy)] == [True, False, False]
+
+    assert list(record(job).meta.assumptions) == []
+
+
 # Shapes that depend on data
 
 
