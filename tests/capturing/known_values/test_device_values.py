@@ -357,6 +357,29 @@ def test_a_loop_inside_a_model_runs_once() -> None:
     assert any("ends after 1 rounds" in text for text in assumed(record(job)))
 
 
+def test_a_solver_that_takes_steps_back_comes_to_its_end() -> None:
+    """While every step is taken back, the time is known, and the loop has no end."""
+    steps: Counter[str] = Counter()
+
+    def advance(time: torch.Tensor) -> torch.Tensor:
+        error = scores().norm()
+        if error <= 1.0:
+            steps["kept"] += 1
+            time = time + 1.0 / error
+        else:
+            steps["taken back"] += 1
+        return time
+
+    def job() -> None:
+        time, end = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
+        while end > time:
+            time = advance(time)
+
+    record(job)
+    assert steps["taken back"] < 40
+    assert steps["kept"] > 1
+
+
 def test_a_search_inside_a_training_step_ends_every_time() -> None:
     found = []
 

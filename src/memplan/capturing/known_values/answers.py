@@ -104,7 +104,7 @@ class Answers:
             )
         if who.lbfgs:
             return self._lbfgs(who.lbfgs, dtype, source, times)
-        impatient = times > _PATIENCE and times % 2 == 0
+        impatient = times > (_ROUNDS if who.turns else _PATIENCE) and times % 2 == 0
         if dtype == torch.bool:
             usual = origin in _TRUE_ORIGINS
             if origin == "any" and who.goes_further is not None:
