@@ -229,6 +229,28 @@ def test_a_subclass_with_metadata_and_methods_of_its_own() -> None:
     record(job)
 
 
+class WithCopiedMetadata(torch.Tensor):
+    """As fastai's TensorBase: a result has a copy of its operand's `__dict__`."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(made, WithCopiedMetadata) and isinstance(args[0], torch.Tensor):
+            made.__dict__ = dict(vars(args[0]))
+        return made
+
+
+def test_a_real_tensor_with_the_metadata_of_one_on_the_device_is_real() -> None:
+    def job() -> None:
+        loss = torch.ones(2, device="cuda").as_subclass(WithCopiedMetadata).mean()
+        for on_host in (loss.cpu(), loss.detach().to("cpu")):
+            assert not (on_host * 64).is_cuda
+            assert (on_host * 64).item() == 64.0
+            assert (loss * 64).is_cuda
+
+    record(job)
+
+
 def test_a_parameter_takes_data_of_another_type() -> None:
     """As diffusers casts what it trains; also where gradients came before."""
 

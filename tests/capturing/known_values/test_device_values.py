@@ -193,6 +193,15 @@ def test_real_values_are_compared_for_real() -> None:
     assert list(record(job).meta.assumptions) == []
 
 
+def test_whether_two_tensors_are_one_view_is_known() -> None:
+    def job() -> None:
+        weight = scores()
+        again, part, copy = weight.detach(), weight[1:], weight.clone()
+        assert [weight.is_set_to(other) for other in (again, part, copy)] == [True, False, False]
+
+    assert list(record(job).meta.assumptions) == []
+
+
 # Shapes that depend on data
 
 
@@ -339,13 +348,36 @@ class Halting(nn.Module):
         return x
 
 
-def test_a_loop_inside_a_model_runs_once() -> None:
+def test_a_loop_inside_a_model_runs_a_few_times() -> None:
     def job() -> None:
         model = Halting().cuda()
         model(scores()), model(scores())
-        assert model.rounds == 2
+        assert model.rounds == 8
 
-    assert any("ends after 1 rounds" in text for text in assumed(record(job)))
+    assert any("ends after 4 rounds" in text for text in assumed(record(job)))
+
+
+def test_a_solver_that_takes_steps_back_comes_to_its_end() -> None:
+    """While every step is taken back, the time is known, and the loop has no end."""
+    steps: Counter[str] = Counter()
+
+    def advance(time: torch.Tensor) -> torch.Tensor:
+        error = scores().norm()
+        if error <= 1.0:
+            steps["kept"] += 1
+            time = time + 1.0 / error
+        else:
+            steps["taken back"] += 1
+        return time
+
+    def job() -> None:
+        time, end = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
+        while end > time:
+            time = advance(time)
+
+    record(job)
+    assert steps["taken back"] < 40
+    assert steps["kept"] > 1
 
 
 def test_a_search_inside_a_training_step_ends_every_time() -> None:

@@ -58,10 +58,7 @@ class _FakeTensorType(type(FakeTensor)):  # type: ignore[misc]
     """`FakeTensor`'s class: fake tensors are those that have a fake device."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        kind = type(instance)
-        if kind is _Tensor or kind is _Parameter or issubclass(kind, _Tensor):
-            return instance._fake_device is not None
-        return False
+        return is_fake(instance)
 
 
 class _OfFakes:
@@ -205,8 +202,19 @@ def set_data(tensor: FakeTensor, value: FakeTensor) -> None:
 
 
 def is_fake(item: Any) -> bool:
-    """`isinstance(item, FakeTensor)`, at less cost."""
-    return isinstance(item, _Tensor) and item._fake_device is not None  # type: ignore[attr-defined]
+    """`isinstance(item, FakeTensor)`."""
+    if not isinstance(item, _Tensor) or item._fake_device is None:  # type: ignore[attr-defined]
+        return False
+    return type(item) in _OWN_CLASSES or _is_still_fake(item)
+
+
+def _is_still_fake(tensor: Any) -> bool:
+    """Whether a tensor of a class of the job's is fake, as its `__dict__` says. A real one may have
+    a copy of a fake one's (fastai hands metadata on so); then what makes it fake is removed."""
+    if torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python):
+        return True
+    del vars(tensor)["_fake_device"]
+    return False
 
 
 @contextmanager

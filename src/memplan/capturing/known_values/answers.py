@@ -25,9 +25,13 @@ _HEALTH = frozenset({"isnan", "isinf", "_is_all_true"})
 """A loop on one of these waits for a failure or for its own end; it is no training loop."""
 _ROUNDS = 16
 """Turns of a loop outside the model before an optimizer step: enough to accumulate gradients."""
+_ROUNDS_IN_MODEL = 4
+"""Turns of a loop inside a model, which may keep all of them for the backward pass. An adaptive
+solver of a neural ODE takes about as many steps (torchdiffeq's for MNIST: 20 to 26 evaluations,
+six in each step)."""
 _FEWEST_ROUNDS = 1
-"""Turns of a loop inside a model, or inside another loop: `_FEW_LOOPS` loops on its line have ended
-since the optimizer stepped, as a solver's between the times that are asked for."""
+"""Turns of a loop inside another loop: `_FEW_LOOPS` loops on its line have ended since the
+optimizer stepped, as a solver's between the times that are asked for."""
 _FEW_LOOPS = 16
 _POINTS_OF_A_SEARCH = 2
 _PATIENCE = 1_000
@@ -104,7 +108,7 @@ class Answers:
             )
         if who.lbfgs:
             return self._lbfgs(who.lbfgs, dtype, source, times)
-        impatient = times > _PATIENCE and times % 2 == 0
+        impatient = times > (_ROUNDS if who.turns else _PATIENCE) and times % 2 == 0
         if dtype == torch.bool:
             usual = origin in _TRUE_ORIGINS
             if origin == "any" and who.goes_further is not None:
@@ -146,15 +150,16 @@ class Answers:
         """Whether a `while` loop whose header asks goes on.
 
         A loop in which the optimizer steps goes on as long as more steps are wanted. Another one
-        ends after `patience` rounds, by default a few, or after one inside a model or another loop.
+        ends after `patience` rounds: by default a few, fewer in a model, one inside another loop.
         """
         loop = self._loops[source]
         if loop.rounds and self._steps > loop.steps:
             loop.trains = True
             loop.rounds = 0
         if patience is None:
-            few = self._ended[source] >= _FEW_LOOPS or self._in_model()
-            patience = _FEWEST_ROUNDS if few else _ROUNDS
+            patience = _ROUNDS_IN_MODEL if self._in_model() else _ROUNDS
+            if self._ended[source] >= _FEW_LOOPS:
+                patience = _FEWEST_ROUNDS
         if loop.trains:
             patience = 0 if self.finishing else _PATIENCE
             text = "a training loop on a device value goes on until its steps repeat"

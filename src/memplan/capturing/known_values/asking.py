@@ -45,6 +45,9 @@ class Asking:
     which more is computed. That is the `if`'s body; or, if the body leaves the surrounding code,
     what comes after it. None elsewhere, and where the body returns, as after a first attempt that
     was good enough."""
+    turns: bool = False
+    """Whether an `if` with an `else` asks, while a `while` loop runs here or in a caller. One side
+    may bring the loop no nearer to its end, as a step that a solver takes back."""
     lbfgs: str = ""
     """The comparison if `torch.optim.LBFGS` asks; `value` if it reads a number."""
 
@@ -63,7 +66,10 @@ def asking() -> Asking:
         if shown_path(filename):
             path = _expressions(frame.f_code, frame.f_lasti)
             header = _in_header(path)
-            return header or Asking(holds=_in_check(path), goes_further=_in_choice(path))
+            turns = _has_else(path) and _in_loop(frame)
+            return header or Asking(
+                holds=_in_check(path), goes_further=_in_choice(path), turns=turns
+            )
         frame = frame.f_back
     return Asking()
 
@@ -90,6 +96,24 @@ def _in_choice(path: list[ast.AST]) -> bool | None:
         if all(isinstance(inner, (ast.UnaryOp, ast.BoolOp)) for inner in rest[:-1]):
             return _negated(rest) == isinstance(node.body[-1], _LEAVES)
     return None
+
+
+def _has_else(path: list[ast.AST]) -> bool:
+    return any(
+        isinstance(node, ast.If) and node.orelse and child is node.test
+        for node, child in pairwise(path)
+    )
+
+
+def _in_loop(frame: FrameType | None) -> bool:
+    """Whether this function, or one that called it, is in the body of a `while` loop."""
+    while frame is not None:
+        if shown_path(frame.f_code.co_filename):
+            for node, child in pairwise(_expressions(frame.f_code, frame.f_lasti)):
+                if isinstance(node, ast.While) and child is not node.test:
+                    return True
+        frame = frame.f_back
+    return False
 
 
 def _negated(path: list[ast.AST]) -> bool:

@@ -327,6 +327,12 @@ def not_left_aligned(state: CaptureState, func: Any, args: Any, kwargs: Any) -> 
     return False
 
 
+def is_set_to(state: CaptureState, func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether two tensors are the same view of the same storage, which fake tensors know."""
+    views = [(t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride()) for t in args]
+    return views[0] == views[1]
+
+
 def _assumed_mask(shape: torch.Size, routing: str) -> torch.Tensor:
     mask = torch.ones(shape, dtype=torch.bool)
     if routing == "balanced":
@@ -340,6 +346,7 @@ HANDLERS: dict[Any, Handler] = {
     aten.item.default: local_scalar,
     aten.equal.default: equal,
     aten.allclose.default: allclose,
+    aten.is_set_to.default: is_set_to,
     aten._pack_padded_sequence.default: pack_padded,
     aten._amp_foreach_non_finite_check_and_unscale_.default: unscale,
     aten._to_copy.default: copy_to_host,
