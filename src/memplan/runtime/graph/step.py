@@ -196,6 +196,8 @@ class CompiledStep(Generic[P]):
             return self._give_up("autocast is on, outside of its context", args, kwargs)
         if has_saved_tensor_hooks():
             return self._give_up("hooks on saved tensors around the call", args, kwargs)
+        if torch.is_anomaly_enabled():
+            return self._give_up("autograd's detection of anomalies around the call", args, kwargs)
         if not capture.programs and (why := wraps_several_tensors(self._updates.parameters())):
             return self._give_up(why, args, kwargs)
         known = len(self._past) + len(capture.programs)
