@@ -54,7 +54,7 @@ class _Before:
     generators: list[tuple[torch.Generator, torch.Generator]]
     """Each generator, with a copy."""
     versions: list[tuple[torch.Tensor, int]]
-    """Each parameter, with its version (`Tensor._version`)."""
+    """Each parameter, with its version (`Tensor._version`), which inference tensors do not have."""
 
 
 class CompiledStep(Generic[P]):
@@ -109,7 +109,8 @@ class CompiledStep(Generic[P]):
         if self._micro == 0:
             self._clear_gradients()
         last = self._micro == self._options.accumulate - 1
-        before = _Before(_generators(), [(p, p._version) for p in self._updates.parameters()])
+        parameters = (p for p in self._updates.parameters() if not p.is_inference())
+        before = _Before(_generators(), [(p, p._version) for p in parameters])
         self._capture.ran = None
         try:
             # The first call of a lazy module creates its parameters and changes its class.
