@@ -421,6 +421,20 @@ def test_an_input_that_requires_a_gradient_and_is_no_leaf() -> None:
     assert before.weight.grad is not None
 
 
+@captures_steps
+@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_coo])
+def test_an_input_that_requires_a_gradient_and_is_not_dense(layout: torch.layout) -> None:
+    layer = nn.Linear(4, 3)
+    edges = torch.eye(4).to_sparse(layout=layout).requires_grad_()
+    step = memplan.compile(
+        lambda edges: layer(torch.sparse.mm(edges, torch.ones(4, 4))).mean(),
+        optimizer=torch.optim.SGD(layer.parameters(), lr=0.1),
+    )
+    step(edges)
+    assert "not dense" in step.report().fallback
+    assert edges.grad is not None
+
+
 def test_a_model_in_a_dispatch_mode_runs_once() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 

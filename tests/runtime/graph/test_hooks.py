@@ -168,5 +168,17 @@ def test_hooks_on_saved_tensors_around_the_calls(when: int) -> None:
     assert "saved tensors" in step.report().fallback
 
 
+def test_anomalies_are_detected() -> None:
+    job = classifier()
+    x, y = job.batches[0]
+    step = memplan.compile(job.loss_fn, optimizer=list(job.optimizers), deadline_seconds=0.2)
+    step(x, y)
+    with torch.autograd.detect_anomaly():
+        step(x, y)
+        assert "anomalies" in step.report().fallback
+        with pytest.raises(RuntimeError, match="nan values"):
+            step(x * torch.nan, y)
+
+
 def _doubled(tensor: torch.Tensor) -> torch.Tensor:
     return tensor * 2 if tensor.is_floating_point() else tensor

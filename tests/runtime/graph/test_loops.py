@@ -344,6 +344,21 @@ def test_parameters_that_are_replaced_between_calls() -> None:
     assert_as_plain(make)
 
 
+def test_parameters_that_never_train() -> None:
+    def make() -> Job:
+        job = classifier()
+        with torch.inference_mode():
+            job.model.shift = nn.Parameter(torch.ones(()), requires_grad=False)
+        job.model.steps = nn.Parameter(torch.tensor(3), requires_grad=False)
+        plain = job.loss_fn
+        job.loss_fn = lambda x, y: plain(x, y) + job.model.shift + job.model.steps
+        job.optimizers = [torch.optim.Adam(job.model.parameters())]
+        return job
+
+    step, _ = assert_as_plain(make)
+    assert_captured(step, 4)
+
+
 def test_several_models_in_one_step() -> None:
     def make() -> Job:
         both = nn.ModuleDict({"g": perceptron(), "d": nn.Linear(4, 4)})

@@ -300,3 +300,40 @@ def test_a_gradient_of_a_product_of_elements_runs_plainly(trains: bool) -> None:
 
     step, _ = assert_as_plain(make)
     assert ("torch.prod" in step.report().fallback) == trains
+
+
+FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
+    "max": lambda out: -out.abs().max(),
+    "nanmedian": lambda out: -torch.nanmedian(out),
+    "masked_fill": lambda out: out.masked_fill(out > 0, out.sum()).sum(),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_gradients_that_a_trace_computes_by_another_formula_run_plainly(name: str) -> None:
+    def make() -> Job:
+        job = classifier()
+        job.loss_fn = lambda x, y: FORMULAS[name](job.model(x)) + torch.max(x)
+        return job
+
+    step, _ = assert_as_plain(make)
+    assert f"a gradient of torch.{name}" in step.report().fallback
+
+
+OVERLAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda out: out + out.t(),
+    "rows": lambda out: out.index_put((torch.tensor([2, 3]),), out[:2], accumulate=True),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPS)
+def test_an_operator_with_a_view_of_its_first_operand_stays_as_it_is(name: str) -> None:
+    """That operand was itself computed in the place of another one."""
+
+    def make() -> Job:
+        job = classifier()
+        job.loss_fn = lambda x, y: OVERLAPS[name](job.model(x).t() @ job.model(x) + 1).sin().sum()
+        return job
+
+    step, _ = assert_as_plain(make)
+    assert_captured(step, 4)

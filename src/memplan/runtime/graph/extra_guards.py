@@ -117,14 +117,32 @@ def refusal(module: torch.fx.GraphModule) -> str:
         for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
             if node.target in (torch.bernoulli, "bernoulli"):
                 return "torch.bernoulli, which PyTorch captures as Tensor.bernoulli_"
-            if node.target in (torch.prod, "prod") and node.meta["example_value"].requires_grad:
-                return (
-                    "a gradient of torch.prod, which PyTorch computes in another way where it "
-                    "cannot see whether an element is zero"
-                )
+            if formula := _other_formula(node):
+                return f"a gradient of {formula}, which PyTorch computes in another way in a trace"
             if node.target is _tensor_version:
                 return "a tensor's `_version`, which PyTorch captures as a number"
     return ""
+
+
+def _other_formula(node: torch.fx.Node) -> str:
+    """The operator whose gradient PyTorch computes by another formula in a trace, where it cannot
+    see values; empty for other operators."""
+    result = node.meta.get("example_value")
+    if not (isinstance(result, torch.Tensor) and result.requires_grad):
+        return ""
+    name = str(getattr(node.target, "__name__", node.target)).partition(".")[0]
+    given = [*node.args, *node.kwargs.values()]
+    if name in ("masked_fill", "masked_fill_"):  # adds up the gradient of its value
+        other = any(isinstance(one, torch.fx.Node) and _trains(one) for one in given[1:])
+    elif name in ("max", "min", "median", "nanmedian"):  # zeros with the other sign
+        other = len(given) == 1 and result.is_cpu
+    else:
+        other = name == "prod"
+    return f"torch.{name}" if other and node.op != "placeholder" else ""
+
+
+def _trains(node: torch.fx.Node) -> bool:
+    return bool(node.meta["example_value"].requires_grad)
 
 
 def missing_guards() -> str:

@@ -42,12 +42,13 @@ def in_place(program: Program) -> Program:
         shown = facts_of(into).storage
         if shown is None or shown in inputs or into.op == "get_attr":
             continue
-        others = [one for one in node.all_input_nodes if one is not into]
-        if any(facts_of(one).storage == shown for one in others) or _count(node, into) != 1:
-            continue
         target = _end(shown, same)
+        others = (facts_of(one).storage for one in node.all_input_nodes if one is not into)
+        shared = any(one is not None and _end(one, same) == target for one in others)
         if (
-            target < before_barrier
+            shared
+            or _count(node, into) != 1
+            or target < before_barrier
             or last[target] > place
             or program.storages[shown].bytes != program.storages[made].bytes
         ):

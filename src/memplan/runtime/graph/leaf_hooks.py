@@ -38,6 +38,8 @@ class LeafHooks:
             if isinstance(one, torch.Tensor) and one.requires_grad:
                 if one.grad_fn is not None:
                     return "an input that was computed from what requires a gradient"
+                if one.layout is not torch.strided or one.is_nested:
+                    return "a parameter or input that requires a gradient and is not dense"
                 if one._backward_hooks or one._post_accumulate_grad_hooks:
                     return _HOOKED
                 known = before.pop(id(one), None) or _accumulator(one)

@@ -54,7 +54,7 @@ class _Before:
     generators: list[tuple[torch.Generator, torch.Generator]]
     """Each generator, with a copy."""
     versions: list[tuple[torch.Tensor, int]]
-    """Each parameter, with its version (`Tensor._version`)."""
+    """Each parameter, with its version (`Tensor._version`), which inference tensors do not have."""
 
 
 class CompiledStep(Generic[P]):
@@ -109,7 +109,8 @@ class CompiledStep(Generic[P]):
         if self._micro == 0:
             self._clear_gradients()
         last = self._micro == self._options.accumulate - 1
-        before = _Before(_generators(), [(p, p._version) for p in self._updates.parameters()])
+        parameters = (p for p in self._updates.parameters() if not p.is_inference())
+        before = _Before(_generators(), [(p, p._version) for p in parameters])
         self._capture.ran = None
         try:
             # The first call of a lazy module creates its parameters and changes its class.
@@ -196,6 +197,8 @@ class CompiledStep(Generic[P]):
             return self._give_up("autocast is on, outside of its context", args, kwargs)
         if has_saved_tensor_hooks():
             return self._give_up("hooks on saved tensors around the call", args, kwargs)
+        if torch.is_anomaly_enabled():
+            return self._give_up("autograd's detection of anomalies around the call", args, kwargs)
         if not capture.programs and (why := wraps_several_tensors(self._updates.parameters())):
             return self._give_up(why, args, kwargs)
         known = len(self._past) + len(capture.programs)

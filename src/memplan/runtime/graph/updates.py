@@ -384,7 +384,8 @@ class Updates:
         self, optimizer: Optimizer, number: int, *parameters: torch.Tensor
     ) -> tuple[int, int]:
         """As `state_bytes`, for one step of these parameters."""
-        models = [nn.Parameter(meta_like(one)) for one in parameters]
+        can_train = (one for one in parameters if one.is_floating_point() or one.is_complex())
+        models = [nn.Parameter(meta_like(one)) for one in can_train]
         for model in models:
             model.grad = torch.empty_like(model)
         group = optimizer.param_groups[number]
