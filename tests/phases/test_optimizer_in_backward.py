@@ -145,7 +145,7 @@ def test_other_jobs_that_have_none() -> None:
     for _ in range(2):
         forward.forward()
         forward.stepped()
-    assert updates_in_backward(forward.trace()).reason == "no gradients are made in a step"
+    assert updates_in_backward(forward.trace()).reason == "no optimizer of PyTorch's updates them"
 
 
 def alive(trace: Trace) -> list[int]:

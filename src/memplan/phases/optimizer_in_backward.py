@@ -86,6 +86,8 @@ class _Step:
         return ""
 
     def _makes_none(self) -> str:
+        if not (self._phase == Phase.OPTIMIZER).any():
+            return "no optimizer of PyTorch's updates them"
         return "" if len(self._made) else "no gradients are made in a step"
 
     def _steps_apart(self) -> str:
@@ -119,7 +121,7 @@ class _Step:
         backward = np.flatnonzero(np.isin(self._passes, self._passes_with_gradients()))
         optimizer = np.flatnonzero(self._phase == Phase.OPTIMIZER)
         if not len(backward) or not len(optimizer):
-            return "a step has no backward pass or no optimizer"
+            return "a step has no backward pass"
         between = (self._row > backward[-1]) & (self._row < optimizer[0])
         wrong = between & (self._trace.storages.role[self._storage] == Role.PARAMETER)
         return f"{self._named(wrong)} uses weights before the optimizer" if wrong.any() else ""
