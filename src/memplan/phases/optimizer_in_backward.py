@@ -71,9 +71,10 @@ class _Step:
             self._steps_apart,
             self._keeps,
             self._makes_none,
-            self._accumulates,
             self._used_elsewhere,
+            self._accumulates,
             self._weights_used,
+            self._in_other_steps,
         )
         reason = next(filter(None, (check() for check in checks)), "")
         total = int(storage_bytes(self._trace)[self._made].sum())
@@ -91,15 +92,17 @@ class _Step:
         return "" if len(self._made) else "no gradients are made in a step"
 
     def _steps_apart(self) -> str:
-        """Several optimizers, each after a backward pass of its own or in other steps only; or one
-        that is given a closure."""
+        """Several optimizers, each after a backward pass of its own; or one with a closure."""
         passes = np.flatnonzero(np.isin(self._passes, self._passes_with_gradients()))
         stepped = np.flatnonzero(self._phase == Phase.OPTIMIZER)
         if len(passes) and len(stepped) and stepped[0] < passes[-1]:
             return "an optimizer's step begins before the last backward pass"
-        if len(_updated(self._trace, *self._rows)) < len(_updated(self._trace)):
-            return "some weights are updated in other steps only"
         return ""
+
+    def _in_other_steps(self) -> str:
+        """Of weights that are other storages in each step it may seem so: the last check."""
+        other = len(_updated(self._trace, *self._rows)) < len(_updated(self._trace))
+        return "some weights are updated in other steps only" if other else ""
 
     def _accumulates(self) -> str:
         passes = self._passes_with_gradients()
