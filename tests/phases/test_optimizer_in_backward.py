@@ -87,6 +87,7 @@ def test_a_plain_loop_allows_them() -> None:
     ("between", "says"),
     [
         ("clips", "aten.linalg_vector_norm.default (train.py:12) uses gradients"),
+        ("has new weights", "aten.mul.default (train.py:12) uses gradients"),
         ("evaluates", "aten.mm.default (train.py:12) uses weights before the optimizer"),
         ("accumulates", "accumulated over 2 backward passes"),
         ("keeps", "kept from step to step"),
@@ -101,6 +102,9 @@ def test_what_forbids_them(between: str, says: str) -> None:
         loop.builder.source = loop.builder.intern("train.py:12")
         if between == "clips":
             loop.op(Phase.OTHER, "linalg_vector_norm", loop.gradient)
+        elif between == "has new weights":  # as sharpness-aware minimisation has
+            loop.op(Phase.OTHER, "mul", loop.gradient)
+            loop.weight = loop.alloc(WEIGHT, Role.PARAMETER)
         elif between == "evaluates":
             loop.op(Phase.EVALUATION, "mm", loop.weight)
         elif between in ("accumulates", "runs a closure"):
@@ -110,6 +114,7 @@ def test_what_forbids_them(between: str, says: str) -> None:
             loop.backward()
         loop.builder.source = 0
         loop.update()
+        loop.builder.op_writes([loop.weight])
         loop.stepped()
         if between != "keeps":
             loop.release()
@@ -145,7 +150,7 @@ def test_other_jobs_that_have_none() -> None:
     for _ in range(2):
         forward.forward()
         forward.stepped()
-    assert updates_in_backward(forward.trace()).reason == "no gradients are made in a step"
+    assert updates_in_backward(forward.trace()).reason == "no optimizer of PyTorch's updates them"
 
 
 def alive(trace: Trace) -> list[int]:

@@ -71,9 +71,10 @@ class _Step:
             self._steps_apart,
             self._keeps,
             self._makes_none,
-            self._accumulates,
             self._used_elsewhere,
+            self._accumulates,
             self._weights_used,
+            self._in_other_steps,
         )
         reason = next(filter(None, (check() for check in checks)), "")
         total = int(storage_bytes(self._trace)[self._made].sum())
@@ -86,18 +87,22 @@ class _Step:
         return ""
 
     def _makes_none(self) -> str:
+        if not (self._phase == Phase.OPTIMIZER).any():
+            return "no optimizer of PyTorch's updates them"
         return "" if len(self._made) else "no gradients are made in a step"
 
     def _steps_apart(self) -> str:
-        """Several optimizers, each after a backward pass of its own or in other steps only; or one
-        that is given a closure."""
+        """Several optimizers, each after a backward pass of its own; or one with a closure."""
         passes = np.flatnonzero(np.isin(self._passes, self._passes_with_gradients()))
         stepped = np.flatnonzero(self._phase == Phase.OPTIMIZER)
         if len(passes) and len(stepped) and stepped[0] < passes[-1]:
             return "an optimizer's step begins before the last backward pass"
-        if len(_updated(self._trace, *self._rows)) < len(_updated(self._trace)):
-            return "some weights are updated in other steps only"
         return ""
+
+    def _in_other_steps(self) -> str:
+        """Of weights that are other storages in each step it may seem so: the last check."""
+        other = len(_updated(self._trace, *self._rows)) < len(_updated(self._trace))
+        return "some weights are updated in other steps only" if other else ""
 
     def _accumulates(self) -> str:
         passes = self._passes_with_gradients()
@@ -119,7 +124,7 @@ class _Step:
         backward = np.flatnonzero(np.isin(self._passes, self._passes_with_gradients()))
         optimizer = np.flatnonzero(self._phase == Phase.OPTIMIZER)
         if not len(backward) or not len(optimizer):
-            return "a step has no backward pass or no optimizer"
+            return "a step has no backward pass"
         between = (self._row > backward[-1]) & (self._row < optimizer[0])
         wrong = between & (self._trace.storages.role[self._storage] == Role.PARAMETER)
         return f"{self._named(wrong)} uses weights before the optimizer" if wrong.any() else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable
 
 import numpy as np
@@ -248,34 +249,54 @@ class TraceBuilder:
         """Operators so far."""
         return len(self._ops["name"])
 
-    def updated_by_hand(self, first: int, *, in_place: bool) -> bool:
-        """Whether, among the operators since `first`, with which a backward pass begins, a forward
-        pass reads something that was computed from what the backward pass wrote; or, `in_place`,
-        whether that was written over what is older than the backward pass. What the host computes
-        from gradients cannot be followed: weights that are copied from there are an update."""
+    def updated_by_hand(self, first: int, *, in_place: bool) -> int | None:
+        """Among the operators since `first`, with which a backward pass begins: the one after an
+        update of weights; None where there was none. A forward pass reads something that was
+        computed from what the backward pass wrote; or, `in_place`, that was written over what is
+        older than the backward pass. What the host computes from gradients cannot be followed:
+        weights that are copied from there are an update."""
         columns, ops = self._ops, self.ops
         copies = {self.intern("aten.copy_.default"), self.intern("aten._to_copy.default")}
         oldest, from_gradients, from_host = -1, set[int](), set[int]()
+        after, updated = first, False
         for op in range(first, ops):
             phase = columns["phase"][op]
             reads, writes = self._row("reads", op), self._row("writes", op)
             if phase == Phase.BACKWARD:
                 from_gradients.update(writes)
+                after = op + 1
                 continue
             if oldest < 0:  # the backward pass is over
                 oldest = min((number for number in from_gradients if number >= 0), default=0)
             if columns["name"][op] in copies and from_host.issuperset(set(reads) - set(writes)):
                 if from_gradients and self._weights_among(writes):
-                    return True
+                    updated, after = True, op + 1
                 from_host.update(writes)
             if not from_gradients.intersection(reads):
                 continue
-            if phase == Phase.FORWARD and columns["call"][op] >= 0:  # within a module
-                return True
-            if in_place and any(0 <= number < oldest for number in writes):
-                return True
+            if columns["call"][op] >= 0:  # within a module
+                if phase == Phase.FORWARD:
+                    return after
+            elif not in_place:
+                after = op + 1
+            elif any(0 <= number < oldest for number in writes):
+                updated, after = True, op + 1
             from_gradients.update(writes)
-        return False
+        return after if updated else None
+
+    def begin_step(self, step: int, op: int) -> int:
+        """Operator `op` and all that came since belong to this step, and so does what follows.
+        Returns the first event of the step."""
+        self.step = step
+        event = self._ops["event"][op] if op < self.ops else len(self)
+        for table, row in (
+            (self._ops, op),
+            (self._events, event),
+            (self._host, bisect_left(self._host["event"], event)),
+        ):
+            column = table["step"]
+            column[row:] = array(column.typecode, [step]) * (len(column) - row)
+        return event
 
     def _weights_among(self, storages: Iterable[int]) -> bool:
         return any(number >= 0 and self.role_of(number) == Role.PARAMETER for number in storages)

@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from memplan.phases.optimizer_in_backward import updates_in_backward
+from memplan.phases.passes import step_passes
+from memplan.phases.steps import find_steps
 from tests.capturing.jobs import record
 
 RATE = 1e-3
@@ -66,6 +69,21 @@ def test_a_loop_that_updates_by_hand_ends_when_it_repeats(
     trace = record(lambda: loop(update))
     assert 2 <= trace.meta.optimizer_steps <= 5
     assert "asked for the same memory" in trace.meta.stop_reason
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("update", [data_in_place, below_no_grad, new_weights])
+def test_a_step_is_whole(update: Callable[[nn.Module], None], micro: int) -> None:
+    """From its forward to its update, though only the next forward tells that one was made."""
+    trace = record(lambda: loop(update, micro=micro))
+    steps = find_steps(trace)
+    assert steps.steady is not None
+    found = step_passes(trace)
+    assert len(found.passes) == micro
+    rows = trace.ops.event < found.passes[0].first_event
+    rows &= trace.ops.event >= found.start
+    assert {trace.strings[name] for name in trace.ops.name[rows]} <= {"aten.randn.default"}
+    assert "no optimizer of PyTorch's" in updates_in_backward(trace).reason
 
 
 def on_the_host(model: nn.Module, back: str = "cpu") -> None:

@@ -168,9 +168,14 @@ class StepWatcher:
         """Whether the job has created an optimizer of PyTorch's: then only its steps count."""
         return self._first is not None or self._any_made
 
-    def updated_by_hand(self) -> None:
-        """The script has updated weights itself: this ends a step."""
-        self._complete()
+    def updated_by_hand(self, after: int) -> None:
+        """The script has updated weights itself, before operator `after`: a step ended there. The
+        forward pass of the next one may have run since."""
+        end = self.state.recorder.builder.begin_step(self.completed + 1, after)
+        if self._passes is not None:
+            self._passes = self._passes[0], end
+        self._complete(end)
+        self._passes = end, end
 
     def forward(self, begun: int) -> None:
         """A model runs with gradients since event `begun`."""
@@ -181,13 +186,14 @@ class StepWatcher:
         """A CUDA graph that contains an optimizer step ran again."""
         self._complete()
 
-    def _complete(self) -> None:
+    def _complete(self, end: int | None = None) -> None:
+        """A step ended before event `end`; None: here."""
         recorder = self.state.recorder
         recorder.flush()
         self.completed += 1
         recorder.builder.step = self.completed
         self.state.answers.new_step()
-        end = len(recorder.builder)
+        end = len(recorder.builder) if end is None else end
         requests = recorder.builder.requests_of_step(self._start, end)
         self._history.append((blake2b(requests).digest(), recorder.live_bytes))
         self._round = self._steps_that_repeat()
@@ -397,9 +403,10 @@ class HandUpdates:
     An update has happened if a forward pass reads values that were computed from the gradients of
     the backward pass before it, whatever the script did in between: in place on `p.data` or under
     `no_grad`, by multi-tensor operators, or by creating new weights. This is checked where the next
-    backward pass begins, among the operators recorded since the last one, and ends a step there. In
-    a job with an optimizer of PyTorch's, only the optimizer's steps count and nothing is checked:
-    gradients of gradients and accumulated ones would look like updates.
+    backward pass begins, among the operators recorded since the last one; the step ended after the
+    last operator of the update. In a job with an optimizer of PyTorch's, only the optimizer's steps
+    count and nothing is checked: gradients of gradients and accumulated ones would look like
+    updates.
     """
 
     def __init__(self, state: CaptureState, steps: StepWatcher) -> None:
@@ -422,6 +429,8 @@ class HandUpdates:
             return
         # Without modules nothing tells a forward pass from what is around it.
         in_place = at_end or not self._state.context.module_seen
-        if self._state.recorder.builder.updated_by_hand(self._since, in_place=in_place):
+        self._state.recorder.flush()
+        after = self._state.recorder.builder.updated_by_hand(self._since, in_place=in_place)
+        if after is not None:
             self._since = None
-            self._steps.updated_by_hand()
+            self._steps.updated_by_hand(after)
