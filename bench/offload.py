@@ -20,14 +20,14 @@ import numpy as np
 from bench.results import write_result
 from memplan.recompute import solve as recompute
 from memplan.recompute.evaluate import evaluate
-from memplan.recompute.offload import Link, in_order, solve
+from memplan.recompute.offload import Link
 from memplan.recompute.selection import Selection
-from memplan.recompute.transfers import evaluate_offload
 from memplan.types.device import DeviceProfile, find_profile
 from memplan.types.solution import Solved
 from memplan.types.step_graph import StepGraph
 from tests.oracles.exhaustive_offload import best_plans, least_seconds
 from tests.recompute.graphs import chain, llama, residual_blocks, unet
+from tests.recompute.offloads import evaluate_offload, in_order, solve
 
 SMALL_GRAPHS = 12
 MOST_SAVED = 7

@@ -19,7 +19,7 @@ from memplan.types.deadline import Deadline
 from memplan.types.plan import OpOutput, RecomputeGroup, RecomputePart
 from memplan.types.step_graph import F64
 
-_ROUNDS = 3
+_ROUNDS = 5
 _LARGEST_BYTES = 2 << 30
 
 
@@ -127,7 +127,7 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-_OPS, _GROUP, _ROUNDS = 60, 4, 5
+_OPS, _GROUP = 60, 4
 
 
 class _Chain(torch.nn.Module):
