@@ -12,13 +12,12 @@ from memplan.capturing.options import ScriptTarget
 from memplan.cli.job import read_job
 from memplan.cli.launchers.launch import Launch
 from memplan.cli.launchers.read import read_launch
-from memplan.fit.option_choice import option_to_vary
+from memplan.fit.option_choice import option_to_vary, unknown_option
 from memplan.fit.options import plain_name
 from memplan.sweep.grid import (
     Dimension,
     changed_words,
     combinations,
-    unknown_option,
 )
 from memplan.sweep.run import Cell
 from memplan.sweep.samples import samples_per_step
@@ -129,7 +128,7 @@ def _find(launch: Launch, gpus_per_node: int | None, dimension: Dimension) -> Ch
             if _reads_as(words, launch, gpus_per_node):
                 # Later changes move words: the launcher is found again, by what stands before it.
                 return _inserting(launch.before[place], option)
-    raise unknown_option(launch.target, dimension.name)
+    raise unknown_option(launch.target, "--vary", dimension.name)
 
 
 def _spellings(name: str) -> list[str]:
