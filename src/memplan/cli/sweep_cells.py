@@ -76,7 +76,7 @@ def _cell(
     usage: str,
 ) -> Cell:
     asked = copy.copy(args)
-    asked.program = _program(words)
+    asked.program = ScriptTarget.of(words)
     try:
         job = read_job(asked, usage)
     except UsageError as error:
@@ -153,12 +153,6 @@ def _inserted(before: tuple[str, ...], place: int, option: str, value: str) -> t
 def _reads_as(before: tuple[str, ...], launch: Launch, gpus_per_node: int | None) -> bool:
     words = [*before, launch.target.name, *launch.target.argv]
     try:
-        return read_launch(_program(words), gpus_per_node).target == launch.target
+        return read_launch(ScriptTarget.of(words), gpus_per_node).target == launch.target
     except UsageError:
         return False
-
-
-def _program(words: list[str]) -> ScriptTarget:
-    if words[0] == "-m":
-        return ScriptTarget("module", words[1], tuple(words[2:]))
-    return ScriptTarget("script", words[0], tuple(words[1:]))
