@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from memplan.recompute import solve as recompute
 from memplan.recompute.evaluate import evaluate
 from memplan.recompute.offload import Link, to_offload_part
 from memplan.recompute.selection import Selection
+from memplan.recompute.solve import Solver
 from memplan.recompute.transfers import OffloadPlan, without_offloaded
 from memplan.types.solution import Solved, TimedOut
 from memplan.types.step_graph import StepGraph
@@ -61,7 +61,7 @@ def test_both_are_better_than_either() -> None:
     budget = graph.base_bytes + int(0.75 * (plain - graph.base_bytes))
     link = Link(25e9)
     both = solve(graph, budget, link, deadline_seconds=PLENTY)
-    dropping = recompute.solve(graph, budget, deadline_seconds=PLENTY)
+    dropping = Solver().solve(graph, budget, deadline_seconds=PLENTY)
     moving = in_order(graph, budget, link)
     assert isinstance(both, Solved) and isinstance(dropping, Solved)
     assert both.cost < 0.9 * dropping.cost
