@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import importlib.util
 import re
-import sys
 from pathlib import Path
 
 from memplan.capturing.options import ScriptTarget
+from memplan.fit.options import top_spec
 from memplan.types.errors import UsageError
 
 _RECORDINGS = (".trace", ".pickle", ".pkl", ".csv")
@@ -127,18 +126,7 @@ def _refuse_other_kinds(path: Path) -> None:
 
 
 def _check_module(name: str) -> None:
-    """Check that a module exists. Only the top level is looked up, because finding a submodule
-    would import its parents."""
-    top = name.partition(".")[0]
-    path = sys.path
-    sys.path = ["", *path]
-    try:
-        found = top.isidentifier() and importlib.util.find_spec(top) is not None
-    except (ImportError, ValueError):
-        found = False
-    finally:
-        sys.path = path
-    if not found:
+    if top_spec(name) is None:
         hint = "run it from the folder that holds the package"
         if Path(name).is_file():
             hint = f"{name} without -m"
