@@ -18,16 +18,16 @@ from typing import Any
 import numpy as np
 
 from bench.results import write_result
-from memplan.recompute import solve as recompute
 from memplan.recompute.evaluate import evaluate
-from memplan.recompute.offload import Link, in_order, solve
+from memplan.recompute.offload import Link
 from memplan.recompute.selection import Selection
-from memplan.recompute.transfers import evaluate_offload
+from memplan.recompute.solve import Solver
 from memplan.types.device import DeviceProfile, find_profile
 from memplan.types.solution import Solved
 from memplan.types.step_graph import StepGraph
 from tests.oracles.exhaustive_offload import best_plans, least_seconds
 from tests.recompute.graphs import chain, llama, residual_blocks, unet
+from tests.recompute.offloads import evaluate_offload, in_order, solve
 
 SMALL_GRAPHS = 12
 MOST_SAVED = 7
@@ -85,7 +85,7 @@ def point(graph: StepGraph, budget: int, link: Link) -> dict[str, Any]:
     found = solve(graph, budget, link, deadline_seconds=SECONDS)
     seconds = time.perf_counter() - began
     assert isinstance(found, Solved), "a budget that is too small"
-    dropping = recompute.solve(graph, budget, deadline_seconds=SECONDS)
+    dropping = Solver().solve(graph, budget, deadline_seconds=SECONDS)
     moving = in_order(graph, budget, link)
     judged = evaluate_offload(graph, found.solution, link.bytes_per_second)
     plain = graph.plain_seconds

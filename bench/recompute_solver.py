@@ -26,7 +26,7 @@ from memplan.recompute.evaluate import Evaluation, Evaluator, evaluate
 from memplan.recompute.frontier import Point, frontier
 from memplan.recompute.segments import Chain
 from memplan.recompute.selection import Selection
-from memplan.recompute.solve import least_peak, solve
+from memplan.recompute.solve import Solver
 from memplan.types.solution import Solved
 from memplan.types.step_graph import StepGraph
 from memplan.types.trace_file import load_trace
@@ -73,7 +73,7 @@ def small_result(graph: StepGraph) -> dict[str, Any]:
     """Ours beside the proved optimum; where nothing was proved in time, beside the best found."""
     plain = evaluate(graph, Selection()).peak_bytes
     lowest = exact_peak(graph, deadline_seconds=PROOF_SECONDS)
-    ours = least_peak(graph, deadline_seconds=PROOF_SECONDS)
+    ours = Solver().least_peak(graph, deadline_seconds=PROOF_SECONDS)
     assert isinstance(ours, Solved)
     proved = isinstance(lowest, Solved)
     least = int(lowest.cost) if isinstance(lowest, Solved) else int(ours.cost)
@@ -88,7 +88,7 @@ def small_result(graph: StepGraph) -> dict[str, Any]:
 
 def budget_result(graph: StepGraph, budget: int) -> dict[str, Any]:
     start = time.perf_counter()
-    ours = solve(graph, budget, deadline_seconds=PROOF_SECONDS)
+    ours = Solver().solve(graph, budget, deadline_seconds=PROOF_SECONDS)
     seconds = time.perf_counter() - start
     best = exact_seconds(graph, budget, deadline_seconds=PROOF_SECONDS)
     cost = ours.cost if isinstance(ours, Solved) else float("inf")

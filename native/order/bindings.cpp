@@ -7,7 +7,7 @@
 #include "columns.hpp"
 #include "order/graph.hpp"
 #include "order/search.hpp"
-#include "order/watch.hpp"
+#include "watch.hpp"
 
 namespace nb = nanobind;
 

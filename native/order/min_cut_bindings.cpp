@@ -9,7 +9,7 @@
 #include "columns.hpp"
 #include "order/min_cut.hpp"
 #include "order/narrow.hpp"
-#include "order/watch.hpp"
+#include "watch.hpp"
 
 namespace nb = nanobind;
 

@@ -23,7 +23,7 @@
 #include "order/search.hpp"
 #include "order/state.hpp"
 #include "order/stress_graphs.hpp"
-#include "order/watch.hpp"
+#include "watch.hpp"
 
 using namespace memplan::order;
 
@@ -168,7 +168,7 @@ void check_large(Random& random) {
   std::vector<std::thread> threads;
   for (std::size_t i = 0; i < starts.size(); ++i) {
     threads.emplace_back([&, i, seconds = 0.02 * static_cast<double>(below(random, 5))] {
-      const Watch watch(seconds, &cancel);
+      const memplan::Watch watch(seconds, &cancel);
       found[i] = Search(built, SearchSettings(), watch.stopped()).run(starts[i]);
     });
   }

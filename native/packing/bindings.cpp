@@ -1,10 +1,8 @@
 #include "packing/bindings.hpp"
 
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <atomic>
 #include <stdexcept>
 
 #include "columns.hpp"
@@ -17,16 +15,6 @@ namespace {
 
 using Column = memplan::Column<std::int64_t>;
 using OutColumn = memplan::OutColumn<std::int64_t>;
-
-const char* name_of(Status status) {
-  switch (status) {
-    case Status::kSolved: return "solved";
-    case Status::kInfeasible: return "infeasible";
-    case Status::kCancelled: return "cancelled";
-    case Status::kTimedOut: break;
-  }
-  return "timed_out";
-}
 
 nb::dict pack(const Column& lower, const Column& upper, const Column& size,
               const Column& alignment, const Column& fixed, const Column& twin,
@@ -41,10 +29,7 @@ nb::dict pack(const Column& lower, const Column& upper, const Column& size,
   question.seconds = seconds;
   question.seed = seed;
   question.threads = threads;
-  const std::uint8_t* flag = cancel.data();
-  question.cancelled = [flag] {
-    return __atomic_load_n(flag, __ATOMIC_RELAXED) != 0;
-  };
+  question.cancel = cancel.data();
   Answer answer;
   {
     const nb::gil_scoped_release released;
@@ -52,7 +37,7 @@ nb::dict pack(const Column& lower, const Column& upper, const Column& size,
   }
   std::copy(answer.offsets.begin(), answer.offsets.end(), offsets.data());
   nb::dict result;
-  result["status"] = name_of(answer.status);
+  result["infeasible"] = answer.status == Status::kInfeasible;
   result["height_bytes"] = answer.height;
   result["bound_bytes"] = answer.bound;
   result["witness"] = answer.witness;

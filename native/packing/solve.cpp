@@ -2,11 +2,8 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cmath>
-#include <condition_variable>
 #include <memory>
-#include <mutex>
 #include <numeric>
 #include <optional>
 #include <thread>
@@ -16,6 +13,7 @@
 #include "packing/shake.hpp"
 #include "packing/skyline.hpp"
 #include "packing/witness.hpp"
+#include "watch.hpp"
 
 namespace memplan::packing {
 
@@ -32,48 +30,6 @@ constexpr std::int64_t kMostLimit = 1'000'000;
 constexpr int kDescentsOfRound = 30;
 constexpr int kStaleRounds = 3;
 constexpr std::int64_t kRepairWork = 200'000;  // placements
-
-// Sets a flag at the deadline or when the caller cancels.
-class Watch {
- public:
-  Watch(double seconds, const std::function<bool()>& cancelled)
-      : thread_([this, seconds, &cancelled] { watch(seconds, cancelled); }) {}
-
-  ~Watch() {
-    {
-      const std::lock_guard lock(mutex_);
-      done_ = true;
-    }
-    wake_.notify_one();
-    thread_.join();
-  }
-
-  const std::atomic<bool>& stop() const { return stop_; }
-  bool stopped() const { return stop_.load(); }
-  bool was_cancelled() const { return cancelled_.load(); }
-
- private:
-  void watch(double seconds, const std::function<bool()>& cancelled) {
-    using Clock = std::chrono::steady_clock;
-    const auto deadline = Clock::now() + std::chrono::duration<double>(std::min(seconds, 1e8));
-    std::unique_lock lock(mutex_);
-    while (!done_ && !stop_) {
-      const auto pause = std::chrono::milliseconds(20);
-      wake_.wait_until(lock, std::min<Clock::time_point>(
-                                 std::chrono::time_point_cast<Clock::duration>(deadline),
-                                 Clock::now() + pause));
-      if (cancelled && cancelled()) cancelled_ = true;
-      if (cancelled_ || Clock::now() >= deadline) stop_ = true;
-    }
-  }
-
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  bool done_ = false;
-  std::atomic<bool> stop_{false};
-  std::atomic<bool> cancelled_{false};
-  std::thread thread_;
-};
 
 // One call of `task` for each index below `count`, on as many threads.
 void together(int count, const std::function<void(int)>& task) {
@@ -108,7 +64,7 @@ class Solver {
       : columns_(columns),
         question_(question),
         problem_(make_problem(columns)),
-        watch_(question.seconds, question.cancelled),
+        watch_(question.seconds, question.cancel),
         threads_(std::max(1, question.threads)),
         bound_(problem_.bound) {
     goal_ = question.capacity < 0 ? -1 : question.capacity / problem_.unit;
@@ -210,7 +166,7 @@ class Solver {
       std::vector<Offsets> offsets(count);
       together(static_cast<int>(count), [&](int t) {
         const auto i = static_cast<std::size_t>(t);
-        const std::atomic<bool>& stop = next + i > 0 ? watch_.stop() : never;
+        const std::atomic<bool>& stop = next + i > 0 ? watch_.stopped() : never;
         heights[next + i] = descent(t, policies_[next + i], stop, offsets[i]);
       });
       for (std::size_t i = 0; i < count; ++i) offer(heights[next + i], offsets[i]);
@@ -230,7 +186,7 @@ class Solver {
       Skyline::Policy policy = policies_[line.policy];
       const auto run = [&](const std::vector<double>& score, Offsets& offsets) {
         policy.score = score;
-        return descent(t, policy, watch_.stop(), offsets);
+        return descent(t, policy, watch_.stopped(), offsets);
       };
       const std::int64_t before = line.shake.height();
       line.shake.run(run, kDescentsOfRound, goal_ < 0 ? low_enough() : goal_);
@@ -251,7 +207,7 @@ class Solver {
     together(threads_, [&](int t) {
       Repair& repair = repairs_[static_cast<std::size_t>(t)];
       if (repair.height() != before) repair.begin(offsets_);
-      repair.run(kRepairWork, goal_ < 0 ? low_enough() : goal_, watch_.stop());
+      repair.run(kRepairWork, goal_ < 0 ? low_enough() : goal_, watch_.stopped());
     });
     for (const Repair& one : repairs_) offer(one.height(), one.offsets());
     return height_ < before;
@@ -307,7 +263,7 @@ class Solver {
     if (attempt.searches.empty()) {
       for (std::size_t t = 0; t < threads; ++t) {
         attempt.searches.push_back(std::make_unique<Search>(
-            problem_, attempt.capacity, question_.seed * 7919 + t, watch_.stop()));
+            problem_, attempt.capacity, question_.seed * 7919 + t, watch_.stopped()));
       }
     }
     double limit = static_cast<double>(kFirstLimit);
@@ -343,11 +299,9 @@ class Solver {
     for (const std::int64_t offset : offsets_) answer.offsets.push_back(offset * problem_.unit);
     if (impossible_) {
       answer.status = Status::kInfeasible;
-      answer.witness = least_witness(columns_, question_.capacity, watch_.stop());
+      answer.witness = least_witness(columns_, question_.capacity, watch_.stopped());
     } else if (done()) {
       answer.status = Status::kSolved;
-    } else {
-      answer.status = watch_.was_cancelled() ? Status::kCancelled : Status::kTimedOut;
     }
     return answer;
   }

@@ -1,15 +1,13 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
-#include <string>
 #include <vector>
 
 #include "packing/problem.hpp"
 
 namespace memplan::packing {
 
-enum class Status { kSolved, kInfeasible, kTimedOut, kCancelled };
+enum class Status { kSolved, kInfeasible, kTimedOut };
 
 struct Question {
   std::int64_t capacity = -1;  // bytes; -1: the least height
@@ -19,7 +17,7 @@ struct Question {
   int threads = 2;
   bool descend = true;    // one layout after another without a look back
   bool search = true;  // the exact search
-  std::function<bool()> cancelled;  // polled from one thread of the solver's own
+  const std::uint8_t* cancel = nullptr;  // a byte that is set to end it
 };
 
 struct Answer {

@@ -16,11 +16,6 @@ namespace nb = nanobind;
 namespace memplan::recompute {
 namespace {
 
-template <typename T>
-void same_size(const T& column, std::size_t size) {
-  if (column.shape(0) != size) throw std::invalid_argument("columns differ in length");
-}
-
 // A model that calls from several threads take in turn.
 class SharedModel {
  public:
@@ -38,15 +33,13 @@ class SharedModel {
   nb::tuple evaluate(const Column<std::int32_t>& group, const Column<std::uint8_t>& held,
                      const OutColumn<std::int64_t>& row_bytes,
                      const OutColumn<double>& group_seconds) {
-    same_size(group, model_.values());
-    same_size(held, model_.values());
-    same_size(row_bytes, model_.rows());
-    same_size(group_seconds, model_.values());
+    const std::size_t values = model_.values();
     Outcome outcome;
     {
       nb::gil_scoped_release unlocked;
       const std::lock_guard<std::mutex> lock(mutex_);
-      outcome = model_.evaluate(view(group), view(held), view(row_bytes), view(group_seconds));
+      outcome = model_.evaluate(view(group, values), view(held, values),
+                                view(row_bytes, model_.rows()), view(group_seconds, values));
     }
     return nb::make_tuple(outcome.peak_bytes, outcome.peak_row, outcome.seconds,
                           outcome.replayed_ops);
@@ -57,11 +50,10 @@ class SharedModel {
                    std::int64_t budget_bytes, double byte_price, double start_temperature,
                    double end_temperature, std::int64_t iterations, std::uint64_t seed,
                    double deadline_seconds) {
-    same_size(group, model_.values());
-    same_size(held, model_.values());
+    const std::size_t values = model_.values();
     for (const Column<std::int32_t>* names : {&drops, &holds}) {
       for (const std::int32_t value : view(*names)) {
-        if (value < 0 || static_cast<std::size_t>(value) >= model_.values()) {
+        if (value < 0 || static_cast<std::size_t>(value) >= values) {
           throw std::invalid_argument("a value does not exist");
         }
       }
@@ -73,8 +65,8 @@ class SharedModel {
     {
       nb::gil_scoped_release unlocked;
       const std::lock_guard<std::mutex> lock(mutex_);
-      outcome = recompute::search(model_, settings, view(drops), view(holds), view(group),
-                                  view(held));
+      outcome = recompute::search(model_, settings, view(drops), view(holds), view(group, values),
+                                  view(held, values));
     }
     return nb::make_tuple(outcome.peak_bytes, outcome.peak_row, outcome.seconds,
                           outcome.replayed_ops);

@@ -76,8 +76,7 @@ def modules_with(modules: list[Any], ids: dict[int, Any]) -> list[int]:
 class Packing(TypedDict):
     """What `pack` found."""
 
-    status: str
-    """`solved`, `infeasible`, `timed_out` or `cancelled`."""
+    infeasible: bool
     height_bytes: int
     """Of what is in `offsets`; -1 where it is infeasible."""
     bound_bytes: int

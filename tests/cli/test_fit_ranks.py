@@ -12,7 +12,7 @@ from memplan.cli import fit as command
 from memplan.cli import main
 from memplan.cli.estimate import plans_of_ranks
 from memplan.cli.rank_files import plan_of_rank
-from memplan.recompute import solve
+from memplan.recompute.solve import Solver
 from memplan.types.plan import Plan
 from memplan.types.plan_file import load_plan
 from memplan.worker import captures, ranks
@@ -84,8 +84,8 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(command, "machine_profile", lambda: None)
     monkeypatch.setattr(StageCapture, "heavy", 8 * MIB)
     solver = Greedy()
-    monkeypatch.setattr(solve, "solve", solver.solve)
-    monkeypatch.setattr(solve, "least_peak", solver.least_peak)
+    monkeypatch.setattr(Solver, "solve", solver.solve)
+    monkeypatch.setattr(Solver, "least_peak", solver.least_peak)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "4")
     Path("train.py").write_text("")

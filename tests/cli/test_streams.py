@@ -14,8 +14,8 @@ from memplan.cli.streams import write_lines
 def test_an_ascii_stream_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    write_lines([Text("peak 1.1 GiB (1.0–1.2) Größe")])
-    assert raw.getvalue() == b"peak 1.1 GiB (1.0-1.2) Gr??e\n"
+    write_lines([Text("1.1 GiB (1.0–1.2) Größe ██ │⠀⣿⣀ ▲ peak")])
+    assert raw.getvalue() == b"1.1 GiB (1.0-1.2) Gr??e ## | #- ^ peak\n"
 
 
 def test_no_color_means_no_escapes(monkeypatch: pytest.MonkeyPatch) -> None:

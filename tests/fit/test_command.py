@@ -15,7 +15,7 @@ import pytest
 from memplan.capturing.options import CaptureOptions, ScriptTarget
 from memplan.cli import fit as command
 from memplan.cli import main
-from memplan.recompute import solve
+from memplan.recompute.solve import Solver
 from memplan.types.device import find_profile
 from memplan.types.plan import Plan
 from memplan.types.plan_file import load_plan
@@ -65,8 +65,8 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(command, "machine_profile", lambda: None)
     monkeypatch.setattr(FakeCapture, "weight", 8 * MIB)
     solver = Greedy()  # a starved one finds nothing
-    monkeypatch.setattr(solve, "solve", solver.solve)
-    monkeypatch.setattr(solve, "least_peak", solver.least_peak)
+    monkeypatch.setattr(Solver, "solve", solver.solve)
+    monkeypatch.setattr(Solver, "least_peak", solver.least_peak)
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SOURCE)
 

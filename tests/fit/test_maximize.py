@@ -16,7 +16,6 @@ from memplan.fit.maximize import MOST_CAPTURES, Maximized, maximize
 from memplan.fit.maximum_text import maximum_lines
 from memplan.fit.option_choice import find_option
 from memplan.fit.options import NumericOption
-from memplan.sweep.grid import unknown_option
 from memplan.types.builder import TraceBuilder
 from memplan.types.device import find_profile
 from memplan.types.errors import NoAnswerError, UsageError
@@ -259,10 +258,10 @@ def test_the_option(
 @pytest.mark.parametrize(
     ("words", "name", "message"),
     [
-        ("", "batch-size", r"no option --batch-size with a value"),
+        ("", "batch-size", r"batch-size: no such option with a value"),
         ("--batch-size auto", "batch-size", r"--batch-size is 'auto', not a whole number above 0"),
         ("--batch-size 0", "batch-size", r"--batch-size is '0'"),
-        ("--batch-size", "batch-size", r"no option --batch-size with a value"),
+        ("--batch-size", "batch-size", r"batch-size: no such option with a value"),
         ("a.size=1 b.size=2", "size", r"could be any of a.size, b.size"),
         ("", "--", r"names no option"),
     ],
@@ -274,21 +273,6 @@ def test_no_option(tmp_path: Path, words: str, name: str, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         find_option(program, name)
     assert caught.value.hint
-
-
-@pytest.mark.parametrize("words", ["--config {}", "--config={}", "{}"])
-def test_an_option_in_a_file_of_the_script(tmp_path: Path, words: str) -> None:
-    config, data = tmp_path / "a.yaml", tmp_path / "data.bin"
-    config.write_text("train:\n  batch-size: 8\n")
-    data.write_bytes(b"\xff batch_sizes")
-    argv = (f"--data={data}", *words.format(config).split())
-    said = f"{config} has batch_size, and memplan changes no files: a copy for each value"
-    program = ScriptTarget("script", "train.py", argv)
-    with pytest.raises(UsageError) as caught:
-        find_option(program, "batch_size")
-    assert caught.value.hint.startswith(said)
-    assert unknown_option(program, "batch_size").hint.startswith(said)
-    assert "memplan changes" not in unknown_option(program, "batch").hint
 
 
 def test_of_an_option_given_twice_the_last_is_set() -> None:
@@ -338,7 +322,7 @@ def test_a_script(tmp_path: Path) -> None:
     [
         ("--maximize batch-size train.py --batch-size 8", "no card to fill"),
         ("--multiple-of 8 train.py", "--multiple-of without --maximize"),
-        ("--gpu l4 --maximize layers train.py", "no option --layers with a value"),
+        ("--gpu l4 --maximize layers train.py", "layers: no such option with a value"),
         ("--maximize batch-size --multiple-of 0 train.py", "'0' is not a number from 1 on"),
         ("--maximize --batch-size train.py", "argument --maximize: expected one argument"),
     ],

@@ -34,13 +34,12 @@ def test_the_fast_check_agrees_with_the_slow_one(problem: Problem, data: st.Data
     count = len(problem)
     drawn = data.draw(st.lists(st.integers(-1, 30), min_size=count, max_size=count))
     layout = make_layout(problem, np.array(drawn, np.int64))
-    capacity = data.draw(st.none() | st.integers(0, 40))
-    why = validate(problem, layout.offsets, capacity)
+    why = validate(problem, layout.offsets)
     if why:
         with pytest.raises(InternalError):
-            check_layout(problem, layout, capacity)
+            check_layout(problem, layout)
     else:
-        check_layout(problem, layout, capacity)
+        check_layout(problem, layout)
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from memplan.recompute.articulation import Articulation, articulations, forward_uses
 from memplan.recompute.chain import least_peak
-from memplan.recompute.cut import Cut, chain_of, least_peak_chain, selection_for
+from memplan.recompute.cut import Cut, _chain, _cut, least_peak_chain, selection_for
 from memplan.recompute.evaluate import evaluate
 from memplan.recompute.selection import Selection
 from memplan.types.step_graph import StepGraph
@@ -22,6 +22,11 @@ from tests.oracles.played_selection import evaluate_slowly
 from tests.recompute import graphs
 
 seeds = st.integers(0, 2**32 - 1)
+
+
+def chain_of(graph: StepGraph, longest: int | None = None) -> Cut:
+    longest = graph.forward_ops if longest is None else longest
+    return _chain(graph, _cut(graph, forward_uses(graph), longest))
 
 
 def random_step(seed: int) -> StepGraph:

@@ -8,15 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from memplan.recompute import solve as recompute
 from memplan.recompute.evaluate import evaluate
-from memplan.recompute.offload import Link, in_order, solve, to_offload_part
+from memplan.recompute.offload import Link, to_offload_part
 from memplan.recompute.selection import Selection
-from memplan.recompute.transfers import OffloadPlan, evaluate_offload, without_offloaded
+from memplan.recompute.solve import Solver
+from memplan.recompute.transfers import OffloadPlan, without_offloaded
 from memplan.types.solution import Solved, TimedOut
 from memplan.types.step_graph import StepGraph
 from tests.oracles.exhaustive_offload import best_plans, least_seconds
 from tests.recompute.graphs import chain, llama, residual_blocks, unet
+from tests.recompute.offloads import evaluate_offload, in_order, solve
 
 PLENTY = 60.0
 
@@ -60,7 +61,7 @@ def test_both_are_better_than_either() -> None:
     budget = graph.base_bytes + int(0.75 * (plain - graph.base_bytes))
     link = Link(25e9)
     both = solve(graph, budget, link, deadline_seconds=PLENTY)
-    dropping = recompute.solve(graph, budget, deadline_seconds=PLENTY)
+    dropping = Solver().solve(graph, budget, deadline_seconds=PLENTY)
     moving = in_order(graph, budget, link)
     assert isinstance(both, Solved) and isinstance(dropping, Solved)
     assert both.cost < 0.9 * dropping.cost
@@ -102,18 +103,3 @@ def test_a_plan_lists_values_in_the_order_of_need() -> None:
     assert part.host_bytes == graph.values.bytes[saved[6:12]].sum()
     rows = [graph.ops.name.index(one.op) for one in part.values]
     assert len(rows) == 6 and part.values[0].nth >= part.values[-1].nth
-
-
-@pytest.mark.parametrize(
-    ("plan", "said"),
-    [
-        (OffloadPlan(Selection((frozenset({2}),)), frozenset({2})), "both dropped and offloaded"),
-        (OffloadPlan(Selection(), frozenset({0})), "cannot be offloaded"),
-        (OffloadPlan(Selection(), frozenset(), -1), "negative"),
-    ],
-)
-def test_what_cannot_be_is_refused(plan: OffloadPlan, said: str) -> None:
-    graph = residual_blocks(random.Random(0), 1)
-    assert graph.values.droppable[2]
-    with pytest.raises(ValueError, match=said):
-        evaluate_offload(graph, plan, 1.0)

@@ -21,7 +21,7 @@ from memplan.recompute.keep_set import KeepSetProblem
 from memplan.recompute.options import judge
 from memplan.recompute.segments import Chain, every_unsaved_input
 from memplan.recompute.selection import Selection
-from memplan.recompute.solve import least_peak, solve
+from memplan.recompute.solve import Solver
 from memplan.types.solution import Infeasible, Solved, TimedOut
 from memplan.types.step_graph import StepGraph
 from memplan.types.trace import I64
@@ -53,7 +53,7 @@ def budgets_of(graph: StepGraph, least: int) -> list[int]:
 def test_as_good_as_the_proved_optimum(name: str) -> None:
     graph = SMALL[name]
     lowest = exact_peak(graph, deadline_seconds=60)
-    ours = least_peak(graph, deadline_seconds=30)
+    ours = Solver().least_peak(graph, deadline_seconds=30)
     assert isinstance(lowest, Solved)
     assert isinstance(ours, Solved)
     assert lowest.cost == lowest.bound
@@ -61,7 +61,7 @@ def test_as_good_as_the_proved_optimum(name: str) -> None:
     assert ours.bound <= lowest.cost
     for budget in budgets_of(graph, int(lowest.cost)):
         best = exact_seconds(graph, budget, deadline_seconds=60)
-        found = solve(graph, budget, deadline_seconds=30)
+        found = Solver().solve(graph, budget, deadline_seconds=30)
         assert isinstance(best, Solved)
         assert isinstance(found, Solved)
         judged = evaluate(graph, found.solution)
@@ -124,7 +124,7 @@ def test_what_is_kept_between_forward_and_backward_is_proved_optimal(share: floa
     graph = llama(3)
     bounds, plain = Bounds(graph), evaluate(graph, Selection()).peak_bytes
     budget = int(bounds.least_peak + share * (plain - bounds.least_peak))
-    found = solve(graph, budget, deadline_seconds=30)
+    found = Solver().solve(graph, budget, deadline_seconds=30)
     assert isinstance(found, Solved)
     assert found.bound <= found.cost <= found.bound * 1.001
     assert bounds.least_seconds(budget) < 0.9 * found.bound
@@ -193,8 +193,8 @@ def evaluate_rows(graph: StepGraph, selection: Selection) -> I64:
 
 def test_an_impossible_budget_is_proved_and_names_the_least() -> None:
     graph = SMALL["residual blocks"]
-    answer = solve(graph, 10, deadline_seconds=10)
-    lowest = least_peak(graph, deadline_seconds=10)
+    answer = Solver().solve(graph, 10, deadline_seconds=10)
+    lowest = Solver().least_peak(graph, deadline_seconds=10)
     assert isinstance(answer, Infeasible)
     assert isinstance(lowest, Solved)
     assert answer.witness == lowest.cost
@@ -207,13 +207,13 @@ def test_a_budget_between_the_bound_and_the_least_found_is_not_called_impossible
     budget = Bounds(graph).least_peak
     assert isinstance(lowest, Solved)
     assert budget < lowest.cost
-    answer = solve(graph, budget, deadline_seconds=10)
+    answer = Solver().solve(graph, budget, deadline_seconds=10)
     assert isinstance(answer, TimedOut)
     assert answer.best is None
 
 
 def test_a_budget_above_the_plain_peak_needs_nothing() -> None:
-    answer = solve(SMALL["skips"], 10**9, deadline_seconds=10)
+    answer = Solver().solve(SMALL["skips"], 10**9, deadline_seconds=10)
     assert answer == Solved(Selection(), 0.0, 0.0)
 
 
@@ -221,16 +221,16 @@ def test_nothing_to_drop() -> None:
     step = TrainingStep()
     step.op("a", "m", [step.input()], [8], 1.0)
     graph = step.graph(base_bytes=100)
-    lowest = least_peak(graph, deadline_seconds=5)
+    lowest = Solver().least_peak(graph, deadline_seconds=5)
     assert isinstance(lowest, Solved)
     assert lowest.cost == lowest.bound == evaluate(graph, Selection()).peak_bytes
-    assert isinstance(solve(graph, 50, deadline_seconds=5), Infeasible)
+    assert isinstance(Solver().solve(graph, 50, deadline_seconds=5), Infeasible)
     assert [point.added_seconds for point in frontier(graph, deadline_seconds=5)] == [0.0]
 
 
 def test_the_rest_of_the_step_bounds_the_peak() -> None:
     graph = replace(SMALL["skips"], rest_peak_bytes=500)
-    lowest = least_peak(graph, deadline_seconds=10)
+    lowest = Solver().least_peak(graph, deadline_seconds=10)
     assert isinstance(lowest, Solved)
     assert (lowest.cost, lowest.bound) == (500.0, 500.0)
     assert evaluate(graph, lowest.solution).added_seconds < 30
@@ -239,8 +239,8 @@ def test_the_rest_of_the_step_bounds_the_peak() -> None:
 def test_seconds_are_of_all_passes() -> None:
     graph = SMALL["chain"]
     budget = budgets_of(graph, Bounds(graph).least_peak)[1]
-    once = solve(graph, budget, deadline_seconds=20)
-    thrice = solve(replace(graph, passes=3), budget, deadline_seconds=20)
+    once = Solver().solve(graph, budget, deadline_seconds=20)
+    thrice = Solver().solve(replace(graph, passes=3), budget, deadline_seconds=20)
     assert isinstance(once, Solved)
     assert isinstance(thrice, Solved)
     assert thrice.cost == pytest.approx(3 * once.cost)
@@ -250,7 +250,7 @@ def test_seconds_are_of_all_passes() -> None:
 def test_out_of_time_before_it_began() -> None:
     graph = llama(4)
     plain = evaluate(graph, Selection()).peak_bytes
-    answer = solve(graph, plain - 2**28, deadline_seconds=0)
+    answer = Solver().solve(graph, plain - 2**28, deadline_seconds=0)
     assert isinstance(answer, TimedOut)
     assert answer.best is None
     assert answer.bound > 0

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from memplan.recompute.selection import Selection
-from memplan.recompute.transfers import OffloadPlan, Saves, evaluate_offload
+from memplan.recompute.transfers import OffloadPlan, Saves
 from memplan.types.step_graph import StepGraph
 from tests.oracles.played_offload import play
 from tests.recompute.graphs import (
@@ -17,6 +17,7 @@ from tests.recompute.graphs import (
     residual_blocks,
     unet,
 )
+from tests.recompute.offloads import evaluate_offload
 
 
 def arbitrary_plan(rng: random.Random, graph: StepGraph) -> OffloadPlan:

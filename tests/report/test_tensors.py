@@ -25,7 +25,7 @@ def tensor(name: str = "", op: str = "", module: str = "", **rest: Any) -> Tenso
 
 
 def text(*tensors: TensorInfo, width: int = 80) -> str:
-    return "\n".join(line.plain for line in largest_lines(list(tensors), width, False))
+    return "\n".join(line.plain for line in largest_lines(list(tensors), width))
 
 
 def squeezed(shown: str) -> str:

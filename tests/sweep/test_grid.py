@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 from memplan.capturing.options import ScriptTarget
-from memplan.fit.option_choice import option_to_vary
+from memplan.fit.option_choice import option_to_vary, unknown_option
 from memplan.sweep.cards import read_cards, read_prices
 from memplan.sweep.grid import (
     Dimension,
     combinations,
     read_dimension,
-    unknown_option,
 )
 from memplan.sweep.samples import samples_per_step
 from memplan.types.errors import UsageError
@@ -73,7 +72,7 @@ def test_an_option_is_found_as_it_is_given_declared_or_meant(tmp_path: Path) -> 
 
 def test_an_unknown_option_is_named_with_near_ones(tmp_path: Path) -> None:
     program = _script(tmp_path, source="p.add_argument('--batch-size', type=int)")
-    error = unknown_option(program, "bath-size")
+    error = unknown_option(program, "--vary", "bath-size")
     assert "--vary bath-size: no such option" in error.message
     assert "--vary batch-size" in error.hint
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -27,6 +27,13 @@ class ScriptTarget:
     """Path of the script, or dotted name of the module."""
     argv: tuple[str, ...] = ()
     """The program's own arguments, verbatim; `sys.argv[1:]` of the program."""
+
+    @classmethod
+    def of(cls, words: Sequence[str]) -> ScriptTarget:
+        """Of `SCRIPT ARGS…` or `-m MODULE ARGS…`."""
+        kind: Literal["script", "module"] = "module" if words[0] == "-m" else "script"
+        name, *argv = words[1:] if kind == "module" else words
+        return cls(kind, name, tuple(argv))
 
     @property
     def command(self) -> list[str]:

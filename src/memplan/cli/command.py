@@ -71,13 +71,6 @@ class Parser(argparse.ArgumentParser):
             if word not in known
             for match in difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.65)
         ]
-        wants = re.search(r"argument (?:-\w/)?(--[a-z-]+): expected one argument", message)
-        if wants is not None:
-            raise UsageError(
-                f"{self.prog}: {message}",
-                f"{wants[1]} VALUE, or {wants[1]}=VALUE where the value begins with a dash; "
-                f"`{self.prog} --help`",
-            )
         hint = f"{near[0]}, or `{self.prog} --help`" if near else f"`{self.prog} --help`"
         if "unrecognized" in message and "SCRIPT" in self.format_usage():
             hint += "; options of the script come after its name"

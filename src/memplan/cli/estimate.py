@@ -138,4 +138,4 @@ def _count(text: str) -> int:
 def _print(result: Estimate, hint: str) -> None:
     from memplan.report.terminal import estimate_lines
 
-    write_report(lambda width, ascii_only: estimate_lines(result, width, ascii_only, hint))
+    write_report(lambda width: estimate_lines(result, width, hint))

@@ -176,7 +176,7 @@ def read_call(kind: type[Call], arguments: dict[str, Any]) -> Call:
 def text_of(answer: Answer) -> str:
     """The report as a person sees it."""
     writers: dict[type, Callable[[Any], Iterable[Text]]] = {
-        Estimate: lambda found: estimate_lines(found, _WIDTH, False, ""),
+        Estimate: lambda found: estimate_lines(found, _WIDTH),
         Fit: fit_lines,
         Difference: difference_lines,
         OomExplanation: out_of_memory_lines,

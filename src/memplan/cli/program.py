@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import importlib.util
 import re
-import shutil
-import sys
 from pathlib import Path
 
 from memplan.capturing.options import ScriptTarget
+from memplan.fit.options import top_spec
 from memplan.types.errors import UsageError
 
 _RECORDINGS = (".trace", ".pickle", ".pkl", ".csv")
@@ -95,27 +93,12 @@ def _check_script(path: Path) -> None:
         return
     if path.is_dir():
         raise UsageError(f"{path} is a directory", f"-m {path.name}, or a script inside it")
-    if path.name == str(path) and not path.suffix and shutil.which(path.name):
-        raise UsageError(
-            f"{path} is a program, and what it would run cannot be followed",
-            "the command that it runs: python train.py",
-        )
-    folder = path.parent
-    names = sorted(p.stem for p in folder.glob("*.py")) if folder.is_dir() else []
-    near = difflib.get_close_matches(path.stem, names, n=3)
-    words = str(path).split()
-    if len(words) > 1 and (words[0].endswith(".py") or shutil.which(words[0])):
-        hint = f"without quotes: {path}"
-    elif near:
-        hint = ", ".join(str(folder / f"{name}.py") for name in near)
-    elif path.suffix and Path(f"{str(path).replace('.', '/')}.py").is_file():
-        hint = f"-m {path}"
-    elif folder.is_dir():
-        hint = f"a script in {folder.resolve()}"
-        if path.name == str(path) and not path.suffix:
+    near = difflib.get_close_matches(path.stem, [one.stem for one in path.parent.glob("*.py")])
+    hint = ", ".join(str(path.parent / f"{name}.py") for name in near)
+    if not hint:
+        hint = f"a script in {path.parent.resolve()}, or -m MODULE"
+        if not path.suffix:
             hint += f"; if {path} is a program that starts one, what it starts: python train.py"
-    else:
-        hint = f"another folder: {folder} does not exist"
     raise UsageError(f"no script {path}", hint)
 
 
@@ -143,18 +126,7 @@ def _refuse_other_kinds(path: Path) -> None:
 
 
 def _check_module(name: str) -> None:
-    """Check that a module exists. Only the top level is looked up, because finding a submodule
-    would import its parents."""
-    top = name.partition(".")[0]
-    path = sys.path
-    sys.path = ["", *path]
-    try:
-        found = top.isidentifier() and importlib.util.find_spec(top) is not None
-    except (ImportError, ValueError):
-        found = False
-    finally:
-        sys.path = path
-    if not found:
+    if top_spec(name) is None:
         hint = "run it from the folder that holds the package"
         if Path(name).is_file():
             hint = f"{name} without -m"

@@ -76,9 +76,9 @@ def run(args: argparse.Namespace) -> int:
     points = frontier(graph, budgets, deadline_seconds=args.timeout)
     least = None
     if not points:
-        from memplan.recompute.solve import least_peak
+        from memplan.recompute.solve import Solver
 
-        least = int(least_peak(graph, deadline_seconds=args.timeout).cost)
+        least = int(Solver().least_peak(graph, deadline_seconds=args.timeout).cost)
     if args.json:
         answer = RecomputeAnswer(
             memplan_version=__version__,

@@ -13,6 +13,11 @@ from memplan.types.errors import UsageError
 if TYPE_CHECKING:
     from rich.text import Text
 
+_ASCII = str.maketrans("–│█▲", "-|#^") | {
+    dots: " -#"[min((dots - 0x2800).bit_count() + 1, 4) // 2] for dots in range(0x2800, 0x2900)
+}
+"""What reports are drawn with, for a stream that takes ASCII alone."""
+
 
 def write_answer(text: str) -> None:
     """Write to stdout at once. A reader that has gone (`| head -1`) is no error: the exit code
@@ -41,28 +46,22 @@ def write_json(value: object) -> None:
     write_answer(text + "\n")
 
 
-def write_report(lines_of: Callable[[int, bool], Iterable[Text]]) -> None:
-    """Write the lines of a report for stdout's width, and whether it takes ASCII alone; in its
-    colours."""
+def write_report(lines_of: Callable[[int], Iterable[Text]]) -> None:
+    """Write the lines of a report for stdout's width, in its colours; in ASCII where it takes no
+    more."""
     from rich.console import Console
 
-    from memplan.report.text import in_ascii
-
     console = Console(file=sys.stdout)
-    ascii_only = not console.encoding.lower().replace("-", "").startswith("utf")
     # Captured first: rich ends the process on a broken pipe.
     with console.capture() as capture:
-        for line in lines_of(console.width, ascii_only):
-            console.print(
-                in_ascii(line) if ascii_only else line,
-                no_wrap=True,
-                overflow="ignore",
-                crop=False,
-                highlight=False,
-            )
-    write_answer(capture.get())
+        for line in lines_of(console.width):
+            console.print(line, no_wrap=True, overflow="ignore", crop=False, highlight=False)
+    text = capture.get()
+    if not console.encoding.lower().replace("-", "").startswith("utf"):
+        text = text.translate(_ASCII).encode("ascii", "replace").decode()
+    write_answer(text)
 
 
 def write_lines(lines: Iterable[Text]) -> None:
     """Write the lines of a report that are the same for every width."""
-    write_report(lambda _width, _ascii_only: lines)
+    write_report(lambda _width: lines)

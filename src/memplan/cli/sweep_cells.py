@@ -12,13 +12,12 @@ from memplan.capturing.options import ScriptTarget
 from memplan.cli.job import read_job
 from memplan.cli.launchers.launch import Launch
 from memplan.cli.launchers.read import read_launch
-from memplan.fit.option_choice import option_to_vary
+from memplan.fit.option_choice import option_to_vary, unknown_option
 from memplan.fit.options import plain_name
 from memplan.sweep.grid import (
     Dimension,
     changed_words,
     combinations,
-    unknown_option,
 )
 from memplan.sweep.run import Cell
 from memplan.sweep.samples import samples_per_step
@@ -77,7 +76,7 @@ def _cell(
     usage: str,
 ) -> Cell:
     asked = copy.copy(args)
-    asked.program = _program(words)
+    asked.program = ScriptTarget.of(words)
     try:
         job = read_job(asked, usage)
     except UsageError as error:
@@ -129,7 +128,7 @@ def _find(launch: Launch, gpus_per_node: int | None, dimension: Dimension) -> Ch
             if _reads_as(words, launch, gpus_per_node):
                 # Later changes move words: the launcher is found again, by what stands before it.
                 return _inserting(launch.before[place], option)
-    raise unknown_option(launch.target, dimension.name)
+    raise unknown_option(launch.target, "--vary", dimension.name)
 
 
 def _spellings(name: str) -> list[str]:
@@ -154,12 +153,6 @@ def _inserted(before: tuple[str, ...], place: int, option: str, value: str) -> t
 def _reads_as(before: tuple[str, ...], launch: Launch, gpus_per_node: int | None) -> bool:
     words = [*before, launch.target.name, *launch.target.argv]
     try:
-        return read_launch(_program(words), gpus_per_node).target == launch.target
+        return read_launch(ScriptTarget.of(words), gpus_per_node).target == launch.target
     except UsageError:
         return False
-
-
-def _program(words: list[str]) -> ScriptTarget:
-    if words[0] == "-m":
-        return ScriptTarget("module", words[1], tuple(words[2:]))
-    return ScriptTarget("script", words[0], tuple(words[1:]))

@@ -108,9 +108,16 @@ def fits_card(trace: Trace, card: DeviceProfile) -> bool:
 
 
 def _left_for_tensors(card: DeviceProfile, communication: Bounds, trace: Trace) -> DeviceProfile:
-    """The card with the memory that is left for one process beside NCCL and engines."""
-    whole = _with_engines(_with_communicators(card, communication), card, trace)
-    return _part(whole, trace.meta.card_processes)
+    """What each of the processes that share the card has of it. Beside its own context, NCCL's
+    memory and the contexts of engines that are processes of their own lie outside PyTorch's."""
+    contexts = 1 + _processes_of_engines(trace)
+    return msgspec.structs.replace(
+        card,
+        total_memory_bytes=card.total_memory_bytes // trace.meta.card_processes,
+        context_bytes=contexts * card.context_bytes + communication.expected,
+        context_low_bytes=contexts * card.context_low_bytes + communication.low,
+        context_high_bytes=contexts * card.context_high_bytes + communication.high,
+    )
 
 
 def _capture(trace: Trace, steady: Settled) -> dict[str, Any]:
@@ -265,35 +272,6 @@ def _missing_bytes(interval: Interval, settings: AllocatorSettings, card: Device
         allowed = int(total * settings.per_process_memory_fraction)
         missing = max(missing, interval.reserved[2] - allowed)
     return missing if interval.expected.fits and interval.high.fits else max(missing, 1)
-
-
-def _part(card: DeviceProfile, processes: int) -> DeviceProfile:
-    """What each of so many processes alike has of the card."""
-    if processes == 1:
-        return card
-    return msgspec.structs.replace(card, total_memory_bytes=card.total_memory_bytes // processes)
-
-
-def _with_communicators(card: DeviceProfile, communication: Bounds) -> DeviceProfile:
-    """The card as it is left beside NCCL's own memory, which lies outside the allocator's like the
-    context."""
-    return msgspec.structs.replace(
-        card,
-        context_bytes=card.context_bytes + communication.expected,
-        context_low_bytes=card.context_low_bytes + communication.low,
-        context_high_bytes=card.context_high_bytes + communication.high,
-    )
-
-
-def _with_engines(card: DeviceProfile, one: DeviceProfile, trace: Trace) -> DeviceProfile:
-    """And beside the contexts of engines that are processes of their own, each as that of `one`."""
-    count = _processes_of_engines(trace)
-    return msgspec.structs.replace(
-        card,
-        context_bytes=card.context_bytes + count * one.context_bytes,
-        context_low_bytes=card.context_low_bytes + count * one.context_low_bytes,
-        context_high_bytes=card.context_high_bytes + count * one.context_high_bytes,
-    )
 
 
 def _processes_of_engines(trace: Trace) -> int:

@@ -17,7 +17,7 @@ from memplan.fit.lifetimes import with_observed_lifetimes
 from memplan.phases.step_graph import plain_peak, step_graph
 from memplan.recompute.evaluate import evaluate
 from memplan.recompute.selection import Selection, to_part
-from memplan.recompute.solve import least_peak, least_peak_within, solve
+from memplan.recompute.solve import Solver, least_peak_within
 from memplan.report.text import format_bytes
 from memplan.runtime.apply import AppliedToModule
 from memplan.runtime.card import profile_of
@@ -234,7 +234,7 @@ class _Planner:
         # A guess that saves a search: fewer bytes leave less beside them, though more for each.
         target = limit - int(self._rests * math.sqrt(limit / self.plain_bytes))
         for _ in range(_ATTEMPTS):
-            selection = solve(self._graph, target, deadline_seconds=self._seconds).best
+            selection = Solver().solve(self._graph, target, deadline_seconds=self._seconds).best
             if selection is None:
                 break
             plan = self._verified(selection, limit)
@@ -243,7 +243,7 @@ class _Planner:
             target = limit - self._unexplained(selection, plan.part.peak_bytes)
             if target <= 0:
                 break
-        lowest = least_peak(self._graph, deadline_seconds=self._seconds).solution
+        lowest = Solver().least_peak(self._graph, deadline_seconds=self._seconds).solution
         plan = self._verified(lowest, limit)
         least = plan.part.peak_bytes
         if least <= limit:

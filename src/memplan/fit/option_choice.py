@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import re
-from contextlib import suppress
-from pathlib import Path
 
 from memplan.capturing.options import ScriptTarget
 from memplan.fit.knobs import Knob, find_knobs, kind_of
 from memplan.fit.options import Declared, NumericOption, declared_options, given_options, plain_name
 from memplan.types.errors import UsageError
-
-_LARGEST = 1 << 20
-"""Bytes of a configuration file."""
 
 
 def find_option(program: ScriptTarget, name: str) -> NumericOption:
@@ -33,7 +27,7 @@ def find_option(program: ScriptTarget, name: str) -> NumericOption:
             return NumericOption(one.longest, one.default)
     if (knob := _same_kind(program, name)) is not None:
         return NumericOption(knob.option, knob.value)
-    raise _not_found(program, name)
+    raise unknown_option(program, "--maximize", name)
 
 
 def option_to_vary(program: ScriptTarget, name: str) -> str | None:
@@ -47,32 +41,21 @@ def option_to_vary(program: ScriptTarget, name: str) -> str | None:
     return None if knob is None else knob.option
 
 
-def near_options(program: ScriptTarget, name: str) -> list[str]:
-    """Options with similar names that the script declares or is given, without leading dashes."""
+def unknown_option(program: ScriptTarget, asked: str, name: str) -> UsageError:
+    """The error for an unknown option, with similar names that the script declares or is given."""
     known = [option for one in declared_options(program) for option in one.names]
     known += [option for option, _ in given_options(program.argv)]
-    plain = {plain_name(option): option for option in known}
+    plain = {plain_name(option): option.lstrip("-") for option in known}
     near = difflib.get_close_matches(plain_name(name), plain, n=3, cutoff=0.5)
-    return [plain[one].lstrip("-") for one in near]
-
-
-def hint_of_file(program: ScriptTarget, name: str) -> str:
-    """What to do where a file that the command names holds the value; empty where none does."""
-    key = re.escape(plain_name(name)).replace("_", "[-_]")
-    wanted = re.compile(rf"(?i)(?<![\w-]){key}[\"']?\s*[:=]")
-    for word in program.argv:
-        path = Path(word.rpartition("=")[2])
-        with suppress(OSError, ValueError):
-            if (
-                path.is_file()
-                and path.stat().st_size <= _LARGEST
-                and wanted.search(path.read_text(errors="replace"))
-            ):
-                return (
-                    f"{path} has {name}, and memplan changes no files: a copy for each value, and "
-                    "memplan estimate with each, or memplan sweep --vary OPTION=FILE,FILE of them"
-                )
-    return ""
+    option = name if name.startswith("-") else f"--{name}"
+    hint = f"`{' '.join([program.name, *program.argv, option, '8'])}`: with a value in the command"
+    if near:
+        hint = f"{asked} {' or '.join(plain[one] for one in near)}; or {hint}"
+    return UsageError(
+        f"{asked} {name}: no such option with a value, neither in the command nor as a default in "
+        f"{program.name}",
+        hint,
+    )
 
 
 def _meant(
@@ -106,16 +89,3 @@ def _read(option: str, text: str) -> NumericOption:
             f"{option} is {text!r}, not a whole number above 0", "a value to begin with, such as 8"
         )
     return NumericOption(option, int(text))
-
-
-def _not_found(program: ScriptTarget, name: str) -> UsageError:
-    words = [program.name, *program.argv]
-    option = name if name.startswith("-") else f"--{name}"
-    written = f"`{' '.join([*words, option, '8'])}`: the option behind the script, with a value"
-    hint = hint_of_file(program, name) or written
-    if near := near_options(program, name):
-        hint += f"; or --maximize {' or '.join(near)}"
-    return UsageError(
-        f"no option {option} with a value, neither behind {program.name} nor as a default in it",
-        hint,
-    )

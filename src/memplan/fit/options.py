@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from memplan.capturing.options import ScriptTarget
@@ -135,18 +136,23 @@ def _parsed(source: bytes) -> ast.Module:
         return ast.Module([], [])
 
 
-def _module_file(name: str) -> Path | None:
-    """The source file that `python -m name` runs. Only the top level is looked up, because finding
-    a submodule would import its parents."""
-    top, *rest = name.split(".")
+def top_spec(module: str) -> ModuleSpec | None:
+    """Of the top level of a dotted name, as `python -m` looks for it: to find a submodule would
+    import its parents."""
+    top = module.partition(".")[0]
     before = sys.path
     sys.path = ["", *before]
     try:
-        spec = importlib.util.find_spec(top)
+        return importlib.util.find_spec(top) if top.isidentifier() else None
     except (ImportError, ValueError):
-        spec = None
+        return None
     finally:
         sys.path = before
+
+
+def _module_file(name: str) -> Path | None:
+    """The source file that `python -m name` runs."""
+    rest, spec = name.split(".")[1:], top_spec(name)
     if spec is None:
         return None
     if spec.submodule_search_locations is None:

@@ -185,7 +185,7 @@ def _check_ids(ids: tuple[str, ...]) -> None:
             raise ProblemError(row, f"id {name!r} is that of an earlier row as well")
 
 
-def check_layout(problem: Problem, layout: Layout, capacity: int | None = None) -> None:
+def check_layout(problem: Problem, layout: Layout) -> None:
     """Raise InternalError, with the buffers, unless the layout is valid and its height is right.
 
     One sweep over the ends of lifetimes, fast enough to check every answer.
@@ -198,8 +198,8 @@ def check_layout(problem: Problem, layout: Layout, capacity: int | None = None) 
     if ((problem.twin >= 0) & (offsets != offsets[problem.twin])).any():
         raise _invalid("twins have different offsets")
     height = int(ends.max(initial=0))
-    if height != layout.height or (capacity is not None and height > capacity):
-        raise _invalid(f"it is {height} bytes high, not {layout.height} within {capacity}")
+    if height != layout.height:
+        raise _invalid(f"it is {height} bytes high, not {layout.height}")
     pair = find_overlap(problem.lower, problem.upper, offsets, problem.size)
     if pair is not None:
         raise _invalid(f"{problem.ids[pair[0]]} and {problem.ids[pair[1]]} overlap")

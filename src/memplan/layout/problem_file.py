@@ -25,12 +25,6 @@ _LONGEST_ID = 200
 _NEEDED = ("id", "lower", "upper", "size")
 _OPTIONAL = {"alignment": "1", "offset": "-1"}
 """The value of an empty or missing field."""
-_REFUSED = {
-    "gaps": "buffers with gaps in their lifetime are not supported",
-    "start": "the lifetime is [lower, upper): name the column lower",
-    "begin": "the lifetime is [lower, upper): name the column lower",
-    "end": "the lifetime is [lower, upper): name the column upper, and add 1 if end is inclusive",
-}
 _WHOLE = re.compile(r"[+-]?[0-9]+", re.ASCII)
 _LARGEST = (1 << 63) - 1
 _FORMAT = "a header id,lower,upper,size and a row for each buffer, as MiniMalloc reads"
@@ -126,8 +120,6 @@ def _places(path: Path, header: list[str]) -> dict[str, int]:
         raise FormatError(f"{path} is empty", _FORMAT)
     for name in header:
         shown = name if len(name) <= 40 else name[:40] + "…"
-        if name in _REFUSED:
-            raise FormatError(f"{path}: column {name}: {_REFUSED[name]}", _FORMAT)
         if name not in _NEEDED and name not in _OPTIONAL:
             known = ", ".join((*_NEEDED, *_OPTIONAL))
             raise FormatError(f"{path}: column {shown!r} is not known", f"columns: {known}")

@@ -83,7 +83,7 @@ def _pack(
         answer = deadline.result_of(pack)
     except ValueError as error:
         raise UsageError(f"layout: {error}") from error
-    if answer["status"] == "infeasible":
+    if answer["infeasible"]:
         return answer, None
     layout = make_layout(problem, offsets)
     if layout.height != max(answer["height_bytes"], 0):

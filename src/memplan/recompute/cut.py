@@ -49,18 +49,9 @@ class Cut:
     aside: frozenset[int]
 
 
-def chain_of(graph: StepGraph, longest: int | None = None) -> Cut:
-    """Cut a step at its articulation points, in time linear in the graph's edges. Values in use
-    over more than `longest` rows are set aside; none for None.
-
-    A value set aside that is freed in forward without recomputation counts as held until the
-    backward of the layer that made it, whether or not a replay needs it.
-    """
-    longest = graph.forward_ops if longest is None else longest
-    return _chain(graph, _cut(graph, forward_uses(graph), longest))
-
-
 def _chain(graph: StepGraph, parts: _Parts) -> Cut:
+    """A value set aside that is freed in forward without recomputation counts as held until the
+    backward of the layer that made it, whether or not a replay needs it."""
     triggers = _triggers(graph, parts)
     sizes = _Sizes(graph, parts, triggers)
     values = graph.values
@@ -152,6 +143,8 @@ class _Parts:
 
 
 def _cut(graph: StepGraph, uses: ForwardUses, longest: int) -> _Parts:
+    """Cut a step at its articulation points, in time linear in the graph's edges. Values in use
+    over more than `longest` rows are set aside."""
     values, forward = graph.values, graph.forward_ops
     if not forward:
         return _Parts([], [-1], [], {})

@@ -26,7 +26,6 @@ from memplan.recompute.transfers import (
 )
 from memplan.types.deadline import Deadline
 from memplan.types.plan import OffloadPart
-from memplan.types.solution import Solution, Solved, TimedOut
 from memplan.types.step_graph import StepGraph
 from memplan.types.trace import I64
 
@@ -59,22 +58,6 @@ class Link:
     """In each direction."""
     host_bytes: int | None = None
     """The most host memory that may be used; None for no limit."""
-
-
-def solve(
-    graph: StepGraph, budget_bytes: int, link: Link, *, deadline_seconds: float
-) -> Solution[OffloadPlan]:
-    """A plan that keeps the step's peak within the budget and adds little time.
-
-    Cost and bound are seconds that it adds to a step. The result is TimedOut if no plan was found.
-    Raises ValueError for a graph that contradicts itself.
-    """
-    search = OffloadSearch(graph, link, Deadline(deadline_seconds, cpu_time=True))
-    best = search.within(budget_bytes)
-    bound = search.planner.bounds.least_seconds(budget_bytes, link.bytes_per_second)
-    if best is None:
-        return TimedOut(None, bound)
-    return Solved(best.plan, best.added_seconds, min(bound, best.added_seconds))
 
 
 class OffloadSearch:
@@ -361,27 +344,6 @@ def to_offload_part(graph: StepGraph, judged: Judged, link: Link) -> OffloadPart
         peak_bytes=judged.peak_bytes,
         added_seconds=judged.stall_seconds,
     )
-
-
-def in_order(graph: StepGraph, budget_bytes: int, link: Link) -> Judged | None:
-    """The baseline: offload the first values that autograd saves, as few as the budget needs, with
-    the window of `WINDOWS` that adds the least time. None if all values are not enough."""
-    saves = Saves(graph, link.bytes_per_second)
-    schedule = Schedule(saves, Selection())
-    unit = _median(graph.values.bytes[saves.values])
-    found = []
-    for out, ahead in WINDOWS:
-        low, high = 0, len(saves.values) + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            chosen = frozenset(saves.values[:middle])
-            judged = schedule.judge(chosen, out * unit, ahead * unit)
-            if judged.peak_bytes <= budget_bytes:
-                high = middle
-                found.append(judged)
-            else:
-                low = middle
-    return min(found, key=_cost, default=None)
 
 
 def _cost(one: Judged) -> tuple[float, int, int]:

@@ -25,8 +25,8 @@ _HALVINGS = 6
 
 
 class Solver:
-    """`solve` and `least_peak` for several budgets. Candidates found for one budget also serve the
-    next one of the same graph."""
+    """Candidates found for one budget also serve the next one of the same graph. Raises ValueError
+    for a graph that contradicts itself."""
 
     def __init__(self) -> None:
         self._planner: Planner | None = None
@@ -34,71 +34,50 @@ class Solver:
     def solve(
         self, graph: StepGraph, budget_bytes: int, *, deadline_seconds: float
     ) -> Solution[Selection]:
+        """A selection that keeps the step's peak within `budget_bytes` and adds little time.
+
+        Cost and bound are seconds that it adds to a step. The result is Infeasible if the bound on
+        the peak proves it; its witness is the lowest peak found, in bytes. It is TimedOut, with
+        `best` None, if nothing was found although the bound allows it; `least_peak` then gives the
+        nearest selection.
+        """
         deadline = Deadline(deadline_seconds, cpu_time=True)
-        return _solve(self._planner_of(graph, deadline), budget_bytes, deadline)
+        planner = self._planner_of(graph, deadline)
+        least = planner.bounds.least_peak
+        if budget_bytes < least:
+            _search(planner, 0, deadline)
+            return Infeasible(
+                f"no selection brings the peak below {least} bytes", float(planner.lowest().peak)
+            )
+        _search(planner, budget_bytes, deadline)
+        if planner.best(budget_bytes) is None and not deadline.passed:
+            _search(planner, 0, deadline)
+        bound = planner.least_seconds(budget_bytes)
+        best = planner.best(budget_bytes)
+        if bound == math.inf:
+            return Infeasible(
+                f"no selection keeps the peak within {budget_bytes} bytes",
+                float(planner.lowest().peak),
+            )
+        if best is None:
+            return TimedOut(None, bound)
+        return Solved(best.selection, best.seconds, min(bound, best.seconds))
 
     def least_peak(self, graph: StepGraph, *, deadline_seconds: float) -> Solved[Selection]:
+        """The selection with the lowest peak of the step that was found; of equals, the quickest.
+        Cost and bound are bytes. It is always Solved, because dropping nothing is a selection,
+        too."""
         deadline = Deadline(deadline_seconds, cpu_time=True)
-        return _least_peak(self._planner_of(graph, deadline), deadline)
+        planner = self._planner_of(graph, deadline)
+        _search(planner, 0, deadline.part(2))
+        _search(planner, planner.lowest().peak, deadline)
+        best = planner.lowest()
+        return Solved(best.selection, float(best.peak), float(planner.bounds.least_peak))
 
     def _planner_of(self, graph: StepGraph, deadline: Deadline) -> Planner:
         if self._planner is None or self._planner.graph is not graph:
             self._planner = Planner(graph, deadline)
         return self._planner
-
-
-def solve(
-    graph: StepGraph,
-    budget_bytes: int,
-    *,
-    deadline_seconds: float,
-) -> Solution[Selection]:
-    """A selection that keeps the step's peak within `budget_bytes` and adds little time.
-
-    Cost and bound are seconds that it adds to a step. The result is Infeasible if the bound on the
-    peak proves it; its witness is the lowest peak found, in bytes. It is TimedOut, with `best`
-    None, if nothing was found although the bound allows it; `least_peak` then gives the nearest
-    selection. Raises ValueError for a graph that contradicts itself.
-    """
-    return Solver().solve(graph, budget_bytes, deadline_seconds=deadline_seconds)
-
-
-def _solve(planner: Planner, budget_bytes: int, deadline: Deadline) -> Solution[Selection]:
-    least = planner.bounds.least_peak
-    if budget_bytes < least:
-        _search(planner, 0, deadline)
-        return Infeasible(
-            f"no selection brings the peak below {least} bytes", float(planner.lowest().peak)
-        )
-    _search(planner, budget_bytes, deadline)
-    if planner.best(budget_bytes) is None and not deadline.passed:
-        _search(planner, 0, deadline)
-    bound = planner.least_seconds(budget_bytes)
-    best = planner.best(budget_bytes)
-    if bound == math.inf:
-        return Infeasible(
-            f"no selection keeps the peak within {budget_bytes} bytes", float(planner.lowest().peak)
-        )
-    if best is None:
-        return TimedOut(None, bound)
-    return Solved(best.selection, best.seconds, min(bound, best.seconds))
-
-
-def least_peak(
-    graph: StepGraph,
-    *,
-    deadline_seconds: float,
-) -> Solved[Selection]:
-    """The selection with the lowest peak of the step that was found; of equals, the quickest. Cost
-    and bound are bytes. It is always Solved, because dropping nothing is a selection, too."""
-    return Solver().least_peak(graph, deadline_seconds=deadline_seconds)
-
-
-def _least_peak(planner: Planner, deadline: Deadline) -> Solved[Selection]:
-    _search(planner, 0, deadline.part(2))
-    _search(planner, planner.lowest().peak, deadline)
-    best = planner.lowest()
-    return Solved(best.selection, float(best.peak), float(planner.bounds.least_peak))
 
 
 def least_peak_within(

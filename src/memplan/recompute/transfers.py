@@ -86,16 +86,6 @@ class Saves:
         self.values.sort(key=lambda value: (self.row[value], value))
         self.place = {value: place for place, value in enumerate(self.values)}
 
-    def check(self, plan: OffloadPlan) -> None:
-        """Raise ValueError for a plan that is not valid."""
-        for value in plan.offloaded:
-            if value not in self.place:
-                raise ValueError(f"value {value} cannot be offloaded")
-            if value in plan.selection.dropped:
-                raise ValueError(f"value {value} is both dropped and offloaded")
-        if min(plan.out_bytes, plan.ahead_bytes) < 0:
-            raise ValueError("a window of negative bytes")
-
 
 class Schedule:
     """Evaluates sets of offloaded values for a step with one selection."""
@@ -232,14 +222,6 @@ def _fetch(
         if value in done:
             delay += max(0.0, done[value] - now)
     return row, delay
-
-
-def evaluate_offload(graph: StepGraph, plan: OffloadPlan, bytes_per_second: float) -> Judged:
-    """Evaluate one plan; a `Schedule` is quicker for many. Raises ValueError for a faulty one."""
-    saves = Saves(graph, bytes_per_second)
-    saves.check(plan)
-    schedule = Schedule(saves, plan.selection)
-    return schedule.judge(plan.offloaded, plan.out_bytes, plan.ahead_bytes)
 
 
 def without_offloaded(graph: StepGraph, judged: Judged) -> StepGraph:

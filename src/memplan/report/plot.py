@@ -1,4 +1,4 @@
-"""Memory over time in a few lines of text: braille dots, or plain ASCII where needed."""
+"""Memory over time in a few lines of text, drawn in braille dots."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ def memory_plot(
     room_bytes: int | None = None,
     peak_event: int = -1,
     steps: int | None = None,
-    ascii_only: bool = False,
 ) -> list[str]:
     """Lines of at most `width` characters: allocated memory as an area, reserved as a line above
     it, the room left for PyTorch on the card as a broken line, the peak marked below. `steps`:
@@ -38,22 +37,19 @@ def memory_plot(
     peak = max(curve.reserved_bytes)
     limit = room_bytes if room_bytes and room_is_near(curve, room_bytes) else 0
     top = max(peak, limit, 1)
-    across, down = (1, 1) if ascii_only else (2, 4)
-    columns, rows = cells * across, height * down
+    columns, rows = cells * 2, height * 4
     allocated = [_level(n, top, rows) for n in _spread(curve.allocated_bytes, columns)]
     reserved = [_level(n, top, rows) for n in _spread(curve.reserved_bytes, columns)]
     room = _level(limit, top, rows)
-    draw = _ascii_rows if ascii_only else _braille_rows
-    body = draw(allocated, reserved, room, height)
+    body = _braille_rows(allocated, reserved, room, height)
     labels = {
         height - 1: "0",
-        height - 1 - (_level(peak, top, rows) - 1) // down: format_bytes(peak),
+        height - 1 - (_level(peak, top, rows) - 1) // 4: format_bytes(peak),
     }
     if room:
-        labels.setdefault(height - 1 - (room - 1) // down, format_bytes(limit))
-    edge = "|" if ascii_only else "│"
-    lines = [f"{labels.get(i, ''):>{_GUTTER}} {edge}{row}".rstrip() for i, row in enumerate(body)]
-    lines.append(" " * (_GUTTER + 2) + _marks(curve, cells, peak_event, steps, ascii_only))
+        labels.setdefault(height - 1 - (room - 1) // 4, format_bytes(limit))
+    lines = [f"{labels.get(i, ''):>{_GUTTER}} │{row}".rstrip() for i, row in enumerate(body)]
+    lines.append(" " * (_GUTTER + 2) + _marks(curve, cells, peak_event, steps))
     return [line[:width] for line in lines]
 
 
@@ -91,21 +87,7 @@ def _braille_rows(allocated: list[int], reserved: list[int], room: int, height: 
     return ["".join(chr(cell) for cell in row) for row in grid]
 
 
-def _ascii_rows(allocated: list[int], reserved: list[int], room: int, height: int) -> list[str]:
-    lines = []
-    for level in range(height, 0, -1):
-        lines.append(
-            "".join(
-                "#" if level <= filled else "-" if level == line else "=" if level == room else " "
-                for filled, line in zip(allocated, reserved, strict=True)
-            )
-        )
-    return lines
-
-
-def _marks(
-    curve: MemoryCurve, cells: int, peak_event: int, steps: int | None, ascii_only: bool
-) -> str:
+def _marks(curve: MemoryCurve, cells: int, peak_event: int, steps: int | None) -> str:
     """The line below: the peak's place, and the steps at both ends where they leave it legible."""
     last = curve.steps[-1]
     if steps is not None and steps > 1:  # what follows the last step belongs to none
@@ -116,9 +98,8 @@ def _marks(
     if peak_event >= 0:
         bucket = max(bisect_right(curve.events, peak_event) - 1, 0)
         place = min(bucket * cells // len(curve.events), cells - 1)
-        arrow = "^" if ascii_only else "▲"
-        fits = place + len("^ peak") <= cells
-        text = f"{arrow} peak" if fits else f"peak {arrow}"
+        fits = place + len("▲ peak") <= cells
+        text = "▲ peak" if fits else "peak ▲"
         start = place if fits else place - len("peak ")
         end = start + len(text)
     head = left if start > len(left) else ""

@@ -19,7 +19,7 @@ _ROLES = {
 }
 
 
-def largest_lines(tensors: list[TensorInfo], width: int, ascii_only: bool) -> Iterator[Text]:
+def largest_lines(tensors: list[TensorInfo], width: int) -> Iterator[Text]:
     """Rows of size, shape, dtype, name and source line; tensors that read alike share one.
 
     What does not fit beside the shape goes on below it: a name's beginning says as much as its end
@@ -28,7 +28,7 @@ def largest_lines(tensors: list[TensorInfo], width: int, ascii_only: bool) -> It
     sources = _short_sources(tensors)
     rows: Counter[tuple[str, str, str, str]] = Counter()
     for tensor in tensors:
-        rows[_row(tensor, sources[tensor.source], ascii_only)] += tensor.count
+        rows[_row(tensor, sources[tensor.source])] += tensor.count
     what = min(max(len(description) for _, description, _, _ in rows), _LONGEST_DESCRIPTION)
     sizes = [f"{count} x {row[0]}" if count > 1 else row[0] for row, count in rows.items()]
     longest = max(map(len, sizes))
@@ -42,19 +42,16 @@ def largest_lines(tensors: list[TensorInfo], width: int, ascii_only: bool) -> It
             yield Text(margin + line, style="dim")
 
 
-def _row(tensor: TensorInfo, source: str, ascii_only: bool) -> tuple[str, str, str, str]:
+def _row(tensor: TensorInfo, source: str) -> tuple[str, str, str, str]:
     """Size, shape and dtype, origin, source line."""
     description = " ".join(filter(None, (tensor.shape, tensor.dtype)))
     maker = tensor.name or " in ".join(filter(None, (short_op(tensor.op), tensor.module)))
     role = _ROLES.get(tensor.role, tensor.role.replace("_", " "))
     return (
         format_bytes(tensor.bytes),
-        clean(description, ascii_only=ascii_only),
-        clean(
-            maker if maker.endswith(role) else f"{maker}, {role}".lstrip(", "),
-            ascii_only=ascii_only,
-        ),
-        clean(source, ascii_only=ascii_only),
+        clean(description),
+        clean(maker if maker.endswith(role) else f"{maker}, {role}".lstrip(", ")),
+        clean(source),
     )
 
 

@@ -13,7 +13,6 @@ from memplan.report.text import (
     clean,
     format_bytes,
     headline,
-    in_ascii,
     interval_text,
     misfit,
     short_op,
@@ -42,32 +41,25 @@ _MEANINGS = {
 }
 
 
-def estimate_lines(
-    estimate: Estimate, width: int, ascii_only: bool, next_command: str = ""
-) -> Iterator[Text]:
+def estimate_lines(estimate: Estimate, width: int, next_command: str = "") -> Iterator[Text]:
     """The report's lines, at most 110 characters wide; `next_command` is what the reader will most
     likely want to type next."""
-    lines = _lines(estimate, min(width, _MAX_WIDTH), ascii_only, next_command)
-    return map(in_ascii, lines) if ascii_only else lines
-
-
-def _lines(estimate: Estimate, width: int, ascii_only: bool, next_command: str) -> Iterator[Text]:
-    """`ascii_only`: what is drawn is drawn so."""
+    width = min(width, _MAX_WIDTH)
     style = {True: "bold green", False: "bold red", None: "bold"}[estimate.fits]
     yield Text(headline(estimate), style=style)
     if step := step_line(estimate):
         yield Text(step)
     yield from _ranks(estimate)
     yield Text()
-    yield from _breakdown(estimate, width, ascii_only)
+    yield from _breakdown(estimate, width)
     yield Text()
     yield from _peak(estimate, width)
     yield from _phases(estimate)
     yield from _stages(estimate)
     for host in _host_lines(estimate):
         yield Text(host, style="dim")
-    yield from _largest(estimate, width, ascii_only)
-    yield from _curve(estimate, width, ascii_only)
+    yield from _largest(estimate, width)
+    yield from _curve(estimate, width)
     yield from _basis(estimate)
     if next_command:
         yield Text()
@@ -131,7 +123,7 @@ def _rank_row(item: RankEstimate, estimate: Estimate) -> tuple[str, str, str, st
     return f"rank {item.rank}", f"peak {peak}", host, said
 
 
-def _breakdown(estimate: Estimate, width: int, ascii_only: bool) -> Iterator[Text]:
+def _breakdown(estimate: Estimate, width: int) -> Iterator[Text]:
     parts = {name.replace("_", " "): nbytes for name, nbytes in estimate.breakdown.items()}
     parts["temporaries"] -= estimate.gathered_parameter_bytes
     parts[_GATHERED] = estimate.gathered_parameter_bytes
@@ -142,7 +134,7 @@ def _breakdown(estimate: Estimate, width: int, ascii_only: bool) -> Iterator[Tex
     name_width = max(16, *(len(name) + 1 for name, _ in shown))
     bar_width = round(shown[0][1] / total * _BAR)
     for name, nbytes in shown:
-        bar = ("#" if ascii_only else "█") * round(nbytes / total * _BAR)
+        bar = "█" * round(nbytes / total * _BAR)
         figures = f"  {name:<{name_width}}{format_bytes(nbytes):>10}{nbytes / total:>6.0%}  "
         meaning = _MEANINGS.get(name, "")
         if len(figures) + bar_width + 2 + len(meaning) > width:
@@ -190,14 +182,14 @@ def _host_lines(estimate: Estimate) -> Iterator[str]:
         yield f"             {together} of the {estimate.host_processes} ranks of a node together"
 
 
-def _largest(estimate: Estimate, width: int, ascii_only: bool) -> Iterator[Text]:
+def _largest(estimate: Estimate, width: int) -> Iterator[Text]:
     if estimate.largest:
         yield Text()
         yield Text("largest tensors at the peak", style="bold")
-        yield from largest_lines(estimate.largest, width, ascii_only)
+        yield from largest_lines(estimate.largest, width)
 
 
-def _curve(estimate: Estimate, width: int, ascii_only: bool) -> Iterator[Text]:
+def _curve(estimate: Estimate, width: int) -> Iterator[Text]:
     room = None
     if estimate.gpu is not None:
         room = estimate.gpu.total_bytes - estimate.gpu.context_bytes
@@ -207,7 +199,6 @@ def _curve(estimate: Estimate, width: int, ascii_only: bool) -> Iterator[Text]:
         room_bytes=room,
         peak_event=estimate.peak.event,
         steps=estimate.steps + estimate.repeated_steps,
-        ascii_only=ascii_only,
     )
     if lines:
         yield Text()

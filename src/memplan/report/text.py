@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from memplan.types.estimate import Estimate
-
-if TYPE_CHECKING:
-    from rich.text import Text
 
 _PIECES = re.compile(r"[^ ./]*[ ./]+|[^ ./]+")
 _UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
@@ -103,16 +99,9 @@ def interval_text(low: int, middle: int, high: int) -> str:
     return f"{text} {name} ({low_text}–{high_text})"
 
 
-def clean(text: str, *, ascii_only: bool = False) -> str:
+def clean(text: str) -> str:
     """Text from a trace, safe to print: control characters would reach the terminal as commands."""
-    safe = "".join(c if c.isprintable() else "?" for c in text)
-    return safe.encode("ascii", "replace").decode() if ascii_only else safe
-
-
-def in_ascii(line: Text) -> Text:
-    """The line for a terminal that takes no more."""
-    line.plain = clean(line.plain.replace("–", "-"), ascii_only=True)
-    return line
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def short_op(name: str) -> str:

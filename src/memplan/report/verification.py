@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
+from memplan.report.difference import signed
 from memplan.report.text import clean, format_bytes, interval_text, short_op
 from memplan.types.verification import Divergence, Request, Verification
 
@@ -60,7 +61,7 @@ def _requests(answer: Verification) -> Iterator[Text]:
 
 
 def _divergence(what: str, found: Divergence) -> Iterator[Text]:
-    yield Text(f"  {what} after {found.index} requests, by {_signed(found.bytes)}")
+    yield Text(f"  {what} after {found.index} requests, by {signed(found.bytes)}")
     yield Text(f"    real      {_request(found.real)}")
     yield Text(f"    foreseen  {_request(found.foreseen)}")
 
@@ -71,7 +72,3 @@ def _request(one: Request | None) -> str:
     where = [short_op(one.op), one.module, one.phase, f"step {one.step}", one.source]
     rule = "" if one.provenance == "observed" else f"  ({one.provenance})"
     return clean(f"{format_bytes(one.bytes):>10}  {', '.join(filter(None, where))}{rule}")
-
-
-def _signed(nbytes: int) -> str:
-    return f"{'-' if nbytes < 0 else '+'}{format_bytes(abs(nbytes))}"

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 
 from memplan.runtime.apply import AppliedToModule
 from memplan.types.deadline import Deadline
 from memplan.types.plan import OpOutput, RecomputeGroup, RecomputePart
 from memplan.types.step_graph import F64
 
-_ROUNDS = 3
+_ROUNDS = 5
 _LARGEST_BYTES = 2 << 30
 
 
@@ -34,8 +36,7 @@ class CalledOps:
         """Note that `row` of the trace is this call; its tensors are described, not kept."""
         if func.is_view or not func._schema.returns:
             return  # an assertion that fails on made-up numbers would be the end of the device
-        described = tuple(_describe(item) for item in args)
-        named = {name: _describe(item) for name, item in kwargs.items()}
+        described, named = tree_map(_describe, (args, kwargs))
         key = (func, repr(described), repr(named))
         self._calls.setdefault(key, []).append(row)
         self._example.setdefault(key, (func, described, named))
@@ -84,21 +85,13 @@ class _Tensor:
 
 
 def _describe(item: Any) -> Any:
-    if isinstance(item, torch.Tensor):
-        return _Tensor(item)
-    if isinstance(item, (list, tuple)):
-        return type(item)([_describe(inner) for inner in item])
-    return item
+    return _Tensor(item) if isinstance(item, torch.Tensor) else item
 
 
 def _make(item: Any, device: torch.device) -> Any:
     if isinstance(item, _Tensor):
         return item.make(device)
-    if isinstance(item, torch.device):
-        return device
-    if isinstance(item, (list, tuple)):
-        return type(item)([_make(inner, device) for inner in item])
-    return item
+    return device if isinstance(item, torch.device) else item
 
 
 def _measure(
@@ -106,8 +99,7 @@ def _measure(
 ) -> float | None:
     """Seconds of one call, the least of a few; None where it cannot be run alone."""
     try:
-        arguments = [_make(item, device) for item in args]
-        keywords = {name: _make(item, device) for name, item in kwargs.items()}
+        arguments, keywords = tree_map(partial(_make, device=device), (args, kwargs))
         best = float("inf")
         with torch.no_grad():
             for _ in range(_ROUNDS):
@@ -127,7 +119,7 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-_OPS, _GROUP, _ROUNDS = 60, 4, 5
+_OPS, _GROUP = 60, 4
 
 
 class _Chain(torch.nn.Module):

@@ -9,6 +9,7 @@ import msgspec
 from memplan.types.estimate import Estimate
 
 SCHEMA_VERSION = 1
+By = Literal["cost", "seconds", "samples_per_second", "step_seconds", "peak_bytes"]
 Status = Literal["fits", "fits_with_plan", "too_large", "impossible", "failed", "not_done"]
 """`impossible`: the launcher or the script refuses the combination. `failed`: there is no answer,
 though there may be one another time: a worker died. `not_done`: the sweep was ended before."""
@@ -79,7 +80,7 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
 
     schema_version: int = SCHEMA_VERSION
     memplan_version: str
-    ranked_by: Literal["cost", "seconds", "samples_per_second", "step_seconds", "peak_bytes"]
+    ranked_by: By
     complete: bool
     """False where a signal ended it: what was done until then."""
     rows: list[Row]

@@ -21,7 +21,7 @@ from memplan.types.trace import Trace
 from memplan.types.trace_file import load_trace
 from memplan.worker.failure import CaptureFailedError
 from memplan.worker.pool import HOST_BYTES, available_bytes
-from memplan.worker.process import ended_by_signal, outcome_of_process
+from memplan.worker.process import all_of, ended_by_signal, outcome_of_process
 from memplan.worker.request import CaptureRequest, Outcome
 
 OUTPUT = "{output}"
@@ -88,7 +88,7 @@ class LocalProcesses:
                         self._running.discard(process)
                 if self._stopped:
                     raise StoppedError
-                return Ended(code, _all_of(out), _all_of(wrote).decode(errors="replace"))
+                return Ended(code, all_of(out), all_of(wrote).decode(errors="replace"))
 
     def stop(self) -> None:
         with self._lock:
@@ -172,8 +172,3 @@ def _lost(code: int) -> Outcome | None:
 
 def _room() -> int:
     return max(min(os.cpu_count() or 1, available_bytes() // HOST_BYTES), 1)
-
-
-def _all_of(file: IO[bytes]) -> bytes:
-    file.seek(0)
-    return file.read()

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import product
 
 from memplan.capturing.options import ScriptTarget
-from memplan.fit.option_choice import hint_of_file, near_options
 from memplan.fit.options import plain_name
 from memplan.types.errors import UsageError
 
@@ -53,20 +52,6 @@ def combinations(
             f"fewer values, or --most {size} to have them all captured",
         )
     return list(product(gpus, product(*(one.values for one in dimensions))))
-
-
-def unknown_option(program: ScriptTarget, name: str) -> UsageError:
-    """The error for an unknown option, with similar names that the script declares or is given."""
-    option = name if name.startswith("-") else f"--{name}"
-    written = f"{option} with a value in the command, which is then varied"
-    hint = hint_of_file(program, name) or written
-    if near := near_options(program, name):
-        hint = f"--vary {' or '.join(near)}; or {hint}"
-    return UsageError(
-        f"--vary {name}: no such option, neither of a launcher in the command, nor behind "
-        f"{program.name}, nor declared in it",
-        hint,
-    )
 
 
 def changed_words(words: Sequence[str], option: str, value: str) -> tuple[str, ...]:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, get_args
 
 import msgspec
 
-from memplan.sweep.answer import Kept, Row
+from memplan.sweep.answer import By, Kept, Row
 from memplan.sweep.run import Cell, Done
 from memplan.sweep.store import Store
 
-By = Literal["cost", "seconds", "samples_per_second", "step_seconds", "peak_bytes"]
-_RANKINGS: tuple[By, ...] = ("cost", "seconds", "samples_per_second", "step_seconds", "peak_bytes")
+_RANKINGS: tuple[By, ...] = get_args(By)
 _SECONDS_PER_HOUR = 3600.0
 
 

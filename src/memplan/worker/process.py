@@ -86,9 +86,9 @@ class WorkerProcess:
     def trace(self) -> Trace:
         """What it has captured, once it has ended. Raises CaptureFailedError."""
         code = self.process.wait()
-        outcome = outcome_of_process(code, _all_of(self._out))
+        outcome = outcome_of_process(code, all_of(self._out))
         if outcome.kind != "captured":
-            raise CaptureFailedError(outcome, _all_of(self._kept).decode(errors="replace"))
+            raise CaptureFailedError(outcome, all_of(self._kept).decode(errors="replace"))
         return load_trace(self.path)
 
 
@@ -144,7 +144,7 @@ def wait_for_any(processes: Sequence[WorkerProcess]) -> WorkerProcess:
     return next(one for one in processes if one.ended)
 
 
-def _all_of(file: IO[bytes] | None) -> bytes:
+def all_of(file: IO[bytes] | None) -> bytes:
     if file is None:
         return b""
     file.seek(0)

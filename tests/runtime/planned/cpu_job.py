@@ -29,6 +29,7 @@ from memplan.runtime.planned.job import Job as FollowedJob
 from memplan.runtime.planned.library import Library
 from memplan.runtime.planned.recording import observed_meta
 from memplan.types.plan_file import load_plan, save_plan
+from tests.runtime.planned.fake_library import wait_for_plan
 from tests.terminal import Terminal, plain
 
 DEVICE = 0
@@ -219,7 +220,7 @@ def train_planned(run: Run, library: Library) -> dict[str, Any]:
         before = library.statistics(DEVICE)
         shown, said = Terminal(), list[str]()
         with Watch(lambda: memory_of(running), shown.slave, said.append):
-            found = train(run, followed.wait_for_plan)
+            found = train(run, lambda: wait_for_plan(followed))
             watched = memory_of(running)
         assert not said, said
         after = library.statistics(DEVICE)

@@ -14,11 +14,18 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memplan.runtime.planned.job import Job
 from memplan.runtime.planned.library import BLOCK, EVENT, PHASE_EVENT, Statistics, Table
 from memplan.types.allocation import Requests, read_requests
 from memplan.types.errors import UsageError
 from memplan.types.plan import AllocationPart
 from memplan.types.trace import EventKind
+
+
+def wait_for_plan(job: Job) -> None:
+    """Until the planner at work, if any, has ended; its plan comes into effect with the step."""
+    while job._planning is not None and not job._planning.done:
+        time.sleep(0.01)
 
 
 class FakeLibrary:

@@ -62,7 +62,6 @@ def test_an_interrupt_at_the_terminal_is_not_for_the_planner() -> None:
     planning = Planning(job())
     try:
         assert os.getpgid(planning._process.pid) != os.getpgrp()
-        planning.wait()
         assert [plan.allocation is not None for plan in planning.plans()] == [True]
     finally:
         planning.close()

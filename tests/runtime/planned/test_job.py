@@ -23,7 +23,7 @@ from memplan.types.allocation import check_allocation
 from memplan.types.errors import MemplanError
 from memplan.types.plan import AllocationPart
 from memplan.types.trace import Phase
-from tests.runtime.planned.fake_library import FakeLibrary, StorageWatch
+from tests.runtime.planned.fake_library import FakeLibrary, StorageWatch, wait_for_plan
 
 META: tuple[list[str], str, str, str] = ([], "2.13.0", "", "")
 
@@ -87,7 +87,7 @@ def test_without_a_plan_the_first_steps_are_recorded_planned_and_served(
             script.step()
         assert not script.model[0]._forward_hooks and script.model._forward_hooks
         script.step()
-        job.wait_for_plan()
+        wait_for_plan(job)
         script.step()
         assert library.loads and library.loads[0][1]
         for _ in range(3):
@@ -152,7 +152,7 @@ def test_a_job_that_changes_is_planned_again_when_that_pays(longer: float, again
         for _ in range(12):
             clock.now += 10.0 + longer
             script.step(batch=48)
-            job.wait_for_plan()
+            wait_for_plan(job)
     assert len(library.loads) == (2 if again else 1)
     assert len(said.lines) == again and all("planning again" in text for text in said.lines)
     if again:
@@ -170,7 +170,7 @@ def test_memory_that_lies_unused_is_worth_a_plan() -> None:
                 library.counts.reserved = card // 4
             clock.now += 10.0
             script.step(batch=48 if step >= 4 else 32)
-            job.wait_for_plan()
+            wait_for_plan(job)
     assert len(said.lines) == 1 and "planning again" in said.lines[0]
 
 
@@ -181,7 +181,7 @@ def test_the_outcome_says_when_planning_is_paid_for(monkeypatch: pytest.MonkeyPa
         for _ in range(12):
             clock.now += 3.0 if library.loads else 5.0
             script.step()
-            job.wait_for_plan()
+            wait_for_plan(job)
     planning = outcome(job).planning
     assert planning is not None
     assert planning.step_seconds == 3.0
@@ -239,7 +239,7 @@ def test_steps_that_never_repeat_are_planned_all_the_same() -> None:
     with running(library, said, policy=Policy(most_steps=4)) as (job, script):
         for step in range(7):
             script.step(batch=16 + 8 * step)
-            job.wait_for_plan()
+            wait_for_plan(job)
     assert len(library.loads) == 1 and not said.lines
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from bench.run.perturbed import Replayer
 from memplan.fit.flow import fit
-from memplan.recompute import solve
+from memplan.recompute.solve import Solver
 from memplan.runtime.planned.library import DRIVER_VARIABLE
 from tests.fit.fragmented_job import SCRIPT, Job, card, fragmented
 
@@ -18,7 +18,7 @@ def test_the_library_reserves_what_is_promised(
     planned_library: Path, standin_driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Job(card(1500))
-    fitted = fit(SCRIPT, job.profile, job, solve)
+    fitted = fit(SCRIPT, job.profile, job, Solver())
     assert fitted.plan is not None and fitted.answer.after is not None
     assert fitted.plan.allocation is not None
     monkeypatch.setenv(DRIVER_VARIABLE, "")  # the replayer sets it

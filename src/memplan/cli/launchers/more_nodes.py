@@ -37,12 +37,8 @@ def with_more_nodes(launch: Launch, times: int, gpus_per_node: int | None = None
     wanted = World(launch.world.size * times, launch.world.local_size)
     for nodes in ((), ("--nnodes", str(times))):
         words = [*_multiplied(launch.before, times, nodes), launch.target.name, *launch.target.argv]
-        if words[0] == "-m":
-            program = ScriptTarget("module", words[1], tuple(words[2:]))
-        else:
-            program = ScriptTarget("script", words[0], tuple(words[1:]))
         try:
-            found = read_launch(program, gpus_per_node)
+            found = read_launch(ScriptTarget.of(words), gpus_per_node)
         except UsageError:
             continue
         if found.world == wanted and found.target == launch.target:

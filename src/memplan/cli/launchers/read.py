@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from functools import partial
 from pathlib import Path
 
 from memplan.capturing.options import ScriptTarget
@@ -10,7 +12,6 @@ from memplan.cli.launchers.context import Context, Reader, Step
 from memplan.cli.launchers.deepspeed import read_deepspeed
 from memplan.cli.launchers.launch import Launch, Layer, innermost
 from memplan.cli.launchers.mpirun import read_mpirun
-from memplan.cli.launchers.prefixes import PREFIXES
 from memplan.cli.launchers.python import (
     PYTHON_NAME,
     assignments,
@@ -22,8 +23,25 @@ from memplan.cli.launchers.srun import read_srun
 from memplan.cli.launchers.torchrun import read_launch_module, read_torchrun
 from memplan.types.errors import UsageError
 
+
+def _read_prefix(name: str, words: list[str], _context: Context) -> Step:
+    """What stands behind a prefix, from the first word on that begins a command."""
+    begin = next((place for place, word in enumerate(words) if _begins(word)), len(words))
+    return Step(Layer(name, module_option=""), command=words[begin:])
+
+
+def _begins(word: str) -> bool:
+    name = Path(word).name
+    known = name in (*_READERS, *_SHELLS, *_SURROUNDINGS) or PYTHON_NAME.fullmatch(name)
+    return bool(known) or name.endswith(".py") or ("/" in word and os.access(word, os.X_OK))
+
+
+_PREFIXES = ("nohup", "time", "nice", "ionice", "numactl", "taskset", "stdbuf", "timeout", "setsid",
+             "chrt")  # fmt: skip
+"""Commands that change how the one behind them runs, not what: their words have no say in memory.
+"""
 _READERS: dict[str, Reader] = {
-    **PREFIXES,
+    **{name: partial(_read_prefix, name) for name in _PREFIXES},
     "torchrun": read_torchrun,
     "accelerate": read_accelerate,
     "accelerate-launch": read_accelerate_launch,

@@ -7,11 +7,12 @@ piece before is copied back out of the third.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from memplan.runtime import streams
 
 SLOTS = 3
 ELEMENTS = 2**22
@@ -23,9 +24,7 @@ class Ring:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._on_cuda = device.type == "cuda"
-        self._in = torch.cuda.Stream(device) if self._on_cuda else None
-        self._out = torch.cuda.Stream(device) if self._on_cuda else None
+        self._in, self._out = streams.new(device), streams.new(device)
         self._buffers: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self._free: list[Any] = [None] * SLOTS
         """For each slot, the event after which its piece is back on the host."""
@@ -43,8 +42,7 @@ class Ring:
             slot, buffers, arrived = coming
             if number + 1 < len(ranges):
                 coming = self._fetch(tensors, *ranges[number + 1])
-            if self._on_cuda:
-                torch.cuda.current_stream(self._device).wait_event(arrived)
+            streams.wait(streams.current(self._device), arrived)
             use(start, stop, buffers)
             self._send(slot, tensors, start, stop, buffers)
 
@@ -59,29 +57,27 @@ class Ring:
             self._buffer(slot, place, tensor)[: stop - start]
             for place, tensor in enumerate(tensors)
         ]
-        with _on(self._in):
-            if self._in is not None and self._free[slot] is not None:
-                self._in.wait_event(self._free[slot])
+        with streams.on(self._in):
+            streams.wait(self._in, self._free[slot])
             for buffer, tensor in zip(buffers, tensors, strict=True):
                 buffer.copy_(tensor[start:stop], non_blocking=True)
-            return slot, buffers, self._in.record_event() if self._in is not None else None
+            return slot, buffers, streams.record(self._in)
 
     def _send(
         self, slot: int, tensors: Sequence[Tensor], start: int, stop: int, buffers: list[Tensor]
     ) -> None:
-        if self._out is not None:
-            self._out.wait_stream(torch.cuda.current_stream(self._device))
-        with _on(self._out):
+        streams.wait(self._out, streams.record(streams.current(self._device)))
+        with streams.on(self._out):
             for buffer, tensor in zip(buffers, tensors, strict=True):
                 tensor[start:stop].copy_(buffer, non_blocking=True)
-            self._free[slot] = self._out.record_event() if self._out is not None else None
+            self._free[slot] = streams.record(self._out)
 
     def _buffer(self, slot: int, place: int, like: Tensor) -> Tensor:
         key = slot, place, like.dtype
         if key not in self._buffers:
             made = torch.empty(ELEMENTS, dtype=like.dtype, device=self._device)
-            if self._in is not None:  # its memory may still be in use by what had it before
-                self._in.wait_stream(torch.cuda.current_stream(self._device))
+            # Its memory may still be in use by what had it before.
+            streams.wait(self._in, streams.record(streams.current(self._device)))
             self._buffers[key] = made
         return self._buffers[key]
 
@@ -90,7 +86,3 @@ def pieces(elements: int) -> Iterator[tuple[int, int]]:
     """Ranges of at most ELEMENTS that cover `[0, elements)`."""
     for start in range(0, elements, ELEMENTS):
         yield start, min(start + ELEMENTS, elements)
-
-
-def _on(stream: Any) -> Any:
-    return torch.cuda.stream(stream) if stream is not None else nullcontext()

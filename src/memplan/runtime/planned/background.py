@@ -15,8 +15,6 @@ from memplan.types.trace import Trace
 from memplan.types.trace_file import save_trace
 
 _WORKER = "memplan.runtime.planned.worker"
-_SECONDS = 300
-"""After which a planner is taken to hang."""
 
 
 class Planning:
@@ -35,14 +33,6 @@ class Planning:
                 stderr=said,
                 start_new_session=True,  # Ctrl-C is for the job, which may go on after it
             )
-
-    def wait(self) -> None:
-        """Wait until it is done, or for `_SECONDS` at most."""
-        try:
-            self._process.wait(_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
     @property
     def done(self) -> bool:

@@ -111,11 +111,6 @@ class Job:
         """What was recorded first, or all."""
         return self.account.trace
 
-    def wait_for_plan(self) -> None:
-        """Wait for the planner at work, if any; its plan comes into effect with the step."""
-        if self._planning is not None:
-            self._planning.wait()
-
     # What the hooks tell
 
     def entered(self, phase: Phase) -> None:

@@ -96,7 +96,6 @@ class Statistics(ctypes.Structure):
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "memplan_malloc": (c_void_p, (ctypes.c_ssize_t, c_int, c_void_p)),
     "memplan_free": (None, (c_void_p, ctypes.c_ssize_t, c_int, c_void_p)),
-    "memplan_record_stream": (None, (c_void_p, c_void_p)),
     "memplan_empty_cache": (None, (c_int,)),
     "memplan_load": (c_int, (c_int, POINTER(_Plan), c_int, c_char_p, c_size_t)),
     "memplan_unload": (None, (c_int,)),
@@ -160,10 +159,6 @@ class Library:
         if driver:
             self._library.memplan_use_driver(os.fsencode(driver))
 
-    def has(self, name: str) -> bool:
-        """Whether it exports a function of that name."""
-        return hasattr(self._library, name)
-
     def address_of(self, name: str) -> int:
         """Address of an exported function, for callers in C."""
         return int(ctypes.cast(getattr(self._library, name), c_void_p).value or 0)
@@ -174,9 +169,6 @@ class Library:
 
     def free(self, pointer: int, nbytes: int = 0, device: int = 0, stream: int = 0) -> None:
         self._library.memplan_free(pointer, nbytes, device, stream)
-
-    def record_stream(self, pointer: int, stream: int) -> None:
-        self._library.memplan_record_stream(pointer, stream)
 
     def empty_cache(self, device: int) -> None:
         self._library.memplan_empty_cache(device)

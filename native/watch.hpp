@@ -8,9 +8,10 @@
 #include <mutex>
 #include <thread>
 
-namespace memplan::order {
+namespace memplan {
 
-// A thread that sets a flag at the deadline, or soon after the caller's byte is no longer 0.
+// A thread that sets a flag at the deadline, or soon after the caller's byte, if there is one, is no
+// longer 0.
 class Watch {
  public:
   Watch(double seconds, const std::uint8_t* cancel)
@@ -33,11 +34,12 @@ class Watch {
  private:
   void watch(double seconds, const std::uint8_t* cancel) {
     using Clock = std::chrono::steady_clock;
-    constexpr auto kLook = std::chrono::milliseconds(50);
+    constexpr auto kLook = std::chrono::milliseconds(20);
     const auto end = Clock::now() + std::chrono::duration<double>(std::clamp(seconds, 0.0, 1e8));
     std::unique_lock lock(mutex_);
     while (!done_) {
-      if (__atomic_load_n(cancel, __ATOMIC_RELAXED) != 0 || Clock::now() >= end) {
+      const bool cancelled = cancel != nullptr && __atomic_load_n(cancel, __ATOMIC_RELAXED) != 0;
+      if (cancelled || Clock::now() >= end) {
         stopped_ = true;
         return;
       }
@@ -52,4 +54,4 @@ class Watch {
   std::thread thread_;
 };
 
-}  // namespace memplan::order
+}  // namespace memplan
