@@ -62,4 +62,4 @@ def _run_script(path: Path) -> None:
 
 def _compiled(path: Path) -> CodeType:
     with io.open_code(str(path)) as file:
-        return compile(file.read(), str(path), "exec", dont_inherit=True)
+        return SourceFileLoader("__main__", str(path)).source_to_code(file.read(), str(path))

@@ -2,9 +2,12 @@
 
 Once a step repeats, more training steps show nothing new, but the evaluation and the checkpoint at
 the end of the epoch may. So the data loaders that are being read run dry, and the script goes on to
-whatever follows, with a few batches from each loader it opens. A training that then holds more than
-the one before (another model, larger batches, layers unfrozen) is another one: it is followed as
-the first was. After a step of one that does not, the epochs to come run without batches, to what
+whatever follows, with a few batches from each loader it opens. Where no loader is read, the loop
+around the step ends (`PlainLoops`).
+
+A training that then holds more than the one before (another model, larger batches, layers
+unfrozen), or after a plain loop one with another kind of optimizer, is another one: it is followed
+as the first was. After a step of one that does not, the epochs to come run without batches, to what
 follows the last; the script is stopped when it trains once more or after a time limit. A loader
 whose batches leave memory behind, as where predictions are collected, is read to its end.
 """
@@ -28,6 +31,7 @@ from memplan.capturing.training.brought_forward import bring_forward
 from memplan.capturing.training.host_draws import HostDraws
 from memplan.capturing.training.input_time import InputTimes
 from memplan.capturing.training.later_epochs import LaterEpochs
+from memplan.capturing.training.plain_loops import PlainLoops
 from memplan.capturing.training.whole_run import WholeRun
 from memplan.types.batches import Batches
 from memplan.types.deadline import Deadline
@@ -54,6 +58,7 @@ class Ending:
         self.inputs = InputTimes()
         self.draining = False
         self.later = LaterEpochs()
+        self._loops = PlainLoops()
         self._reading: weakref.WeakSet[Any] = weakref.WeakSet()
         self._last: weakref.ref[Any] | None = None
         """The iterator that was last read."""
@@ -80,6 +85,8 @@ class Ending:
         """Called when another training begins."""
         self.optimizer_grows: Callable[[], int] = lambda: 0
         """Bytes of parameters that a new optimizer has beyond those of earlier ones."""
+        self.optimizer_differs: Callable[[], bool] = lambda: False
+        """Whether a new optimizer is of another kind than those that have stepped."""
         self._nothing_seen()
 
     def _nothing_seen(self) -> None:
@@ -148,6 +155,7 @@ class Ending:
         patches.set(iterator, "__next__", next_batch)
         patches.set(iterator, "_reset", reset)
         observer.on_backward(self._before_backward)
+        self._loops.install(patches)
 
     def look_ahead(self, steps: int, *, last: bool) -> None:
         """To be called after so many steps. With the last of the steps that differ from others,
@@ -178,10 +186,10 @@ class Ending:
 
     def begin(self, *, at_once: bool, steps: int) -> None:
         """To be called when enough training steps were seen, `steps` of them. Batches of other
-        sizes come next, if there are any; then the loaders being read run dry, or the script is
-        stopped here."""
+        sizes come next, if there are any; then the loaders being read run dry, or the loop ends, or
+        the script is stopped here."""
         self.inputs.keep()
-        if at_once or not self._reading:
+        if at_once or not (self._reading or self._loops.end()):
             self.stop()
         if self.whole_run is not None and self.whole_run.feeding:
             self.whole_run.others(steps)
@@ -227,6 +235,12 @@ class Ending:
         held = alive, alive - begun
         if not self.draining:
             self._most = max(self._most[0], held[0]), max(self._most[1], held[1])
+        elif self._loops.used:
+            if self._loops.passed and (self._is_more(held) or self.optimizer_differs()):
+                self._train_on()
+            elif not self._loops.trains_again():
+                self.stop()
+            self._forwards_left = _FORWARDS_AHEAD
         elif self._opened_another and self._is_more(held):
             self._train_on()
         elif self._opened_another and not self._evaluated:
@@ -275,6 +289,8 @@ class Ending:
             return
         if self.whole_run is not None:
             self._bring_forward()
+        if self._loops.used:
+            return
         if not self.later.begun and (self._evaluated or self._opened_another):
             self._train_no_more()
             return

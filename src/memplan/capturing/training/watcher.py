@@ -63,6 +63,8 @@ class StepWatcher:
         self._any_made = False
         self._stepped: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         """How often each optimizer has stepped, also inside another one that wraps it."""
+        self._kinds: set[type] = set()
+        """Classes of the optimizers that have stepped."""
         self._updated: set[int] = set()
         """Parameters that had a gradient when an optimizer stepped."""
         self._first: int | None = None
@@ -87,6 +89,7 @@ class StepWatcher:
         if ending is not None:
             ending.another_training = self._another_training
             ending.optimizer_grows = self._optimizer_grows
+            ending.optimizer_differs = self._optimizer_differs
 
     def _another_training(self) -> None:
         self.enough = self.steady = False
@@ -98,6 +101,10 @@ class StepWatcher:
     def _optimizer_grows(self) -> int:
         late = [self._trained_bytes(one) for one in self._made if one not in self._stepped]
         return max(late, default=0) - self._most_trained
+
+    def _optimizer_differs(self) -> bool:
+        late = {type(one) for one in self._made if one not in self._stepped}
+        return not late <= self._kinds
 
     def _trained_bytes(self, optimizer: torch.optim.Optimizer) -> int:
         return sum(
@@ -144,6 +151,7 @@ class StepWatcher:
         if optimizer not in self._stepped:
             self._most_trained = max(self._most_trained, self._trained_bytes(optimizer))
         self._stepped[optimizer] = self._stepped.get(optimizer, 0) + 1
+        self._kinds.add(type(optimizer))
         kept = 0
         for state in optimizer.state.values():
             for tensor in _tensors(state):

@@ -1,0 +1,191 @@
+"""Lets loops of a job's own code end, as data loaders do that run dry.
+
+Nothing can end a loop over a `range` from outside, or one with `while`. So while a capture runs,
+files of the job are compiled with `for x in turns(xs):` in place of `for x in xs:`, and with
+`while condition and turn.comes():` in place of `while condition:`, where the loop's body may train.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import itertools
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from importlib.machinery import SourceFileLoader
+from types import CodeType
+from typing import Any
+
+import torch
+
+from memplan.capturing.patches.attributes import Patches
+from memplan.capturing.training.brought_forward import INSTALLED
+
+_TURNS = "__memplan_turns__"
+"""Stays among the builtins: functions of the job may be called after its capture."""
+_TRAINS = ("backward", "step")
+_NAMES_OF_TRAINING = ("train", "fit", "step", "epoch", "update", "optim", "learn")
+"""Parts of names of functions from other files that may train. A loop that is missed is one in
+which the capture ends, as it would without this module."""
+_LIKE_BEFORE = 2
+"""Trainings that need no more than those before of which one step is run each. After them, all
+loops around the next one end."""
+_PASSES_LEFT = 16
+"""Backward passes that may follow in the turn that is to be a loop's last."""
+
+_alive: list[weakref.ref[_Turns]] = []
+
+
+class _Turns:
+    """The items of a loop, until it is to end. Alive as long as the loop, which alone holds it."""
+
+    def __init__(self, items: Iterable[Any] = ()) -> None:
+        self.next_item = iter(items).__next__
+        self.ends = False
+        self.thread = threading.get_ident()
+        _alive.append(weakref.ref(self, _alive.remove))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self.ends:
+            raise StopIteration
+        return self.next_item()
+
+    def comes(self) -> bool:
+        """Whether a `while` loop may go on."""
+        return not self.ends
+
+
+def _turns(items: Iterable[Any] | None) -> Iterable[Any] | None:
+    """The items of a `for` loop; None for a `while` loop. A graph of PyTorch's compiler has none of
+    this."""
+    if torch.compiler.is_compiling():
+        return items
+    return _Turns() if items is None else _Turns(items)
+
+
+class PlainLoops:
+    """The loops of the job's code, of which those that train are ended from within."""
+
+    def __init__(self) -> None:
+        self._ended: weakref.ref[_Turns] | None = None
+        """The loop that was told last to end."""
+        self._like_before = 0
+        self._passes_left = 0
+
+    def install(self, patches: Patches) -> None:
+        """Let the job's files be compiled with loops that can be ended, until `patches.undo()`."""
+        vars(builtins)[_TURNS] = _turns
+        real_get: Any = SourceFileLoader.get_code
+        real_compile: Any = SourceFileLoader.source_to_code
+
+        def get_code(loader: SourceFileLoader, fullname: str) -> CodeType | None:
+            path = loader.get_filename(fullname)
+            if path.startswith(INSTALLED):  # perhaps from bytecode that is kept
+                return real_get(loader, fullname)  # type: ignore[no-any-return]
+            return loader.source_to_code(loader.get_data(path), path)
+
+        def source_to_code(
+            loader: SourceFileLoader, data: Any, path: str, *args: Any, **kwargs: Any
+        ) -> CodeType:
+            if isinstance(data, bytes) and not path.startswith(INSTALLED):
+                data = with_turns(ast.parse(data, path))
+            return real_compile(loader, data, path, *args, **kwargs)  # type: ignore[no-any-return]
+
+        patches.set(SourceFileLoader, "get_code", get_code)
+        patches.set(SourceFileLoader, "source_to_code", source_to_code)
+
+    def end(self) -> bool:
+        """End the innermost loop of this thread after its turn. Returns whether there is one."""
+        return self._end(innermost=True)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the script has left the loop that was to end."""
+        return self._ended is not None and self._ended() is None
+
+    @property
+    def used(self) -> bool:
+        """Whether a loop was told to end."""
+        return self._ended is not None
+
+    def trains_again(self) -> bool:
+        """To be called where a backward pass begins after `end`. Returns whether to go on: the turn
+        is not over yet, or what trains needs no more than what trained before and its loop was told
+        to end."""
+        if not self.passed:
+            self._passes_left -= 1
+            return self._passes_left >= 0
+        self._like_before += 1
+        return self._end(innermost=self._like_before <= _LIKE_BEFORE)
+
+    def _end(self, *, innermost: bool) -> bool:
+        mine = [one for one in (ref() for ref in _alive) if one is not None and not one.ends]
+        mine = [one for one in mine if one.thread == threading.get_ident()]
+        for one in mine[-1:] if innermost else mine:
+            one.ends = True
+        if mine:
+            self._ended = weakref.ref(mine[-1])
+            self._passes_left = _PASSES_LEFT
+        return bool(mine)
+
+
+def with_turns(tree: ast.Module) -> ast.Module:
+    """A module in which loops that may train ask before each turn whether it is to come."""
+    functions = [
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    called = [(node.name, _called(node)) for node in functions]
+    own, training = {name for name, _ in called}, set(_TRAINS)
+    while found := {name for name, calls in called if calls & training} - training:
+        training |= found
+
+    def may_train(name: str) -> bool:
+        of_others = any(part in name.lower() for part in _NAMES_OF_TRAINING)
+        return name in training or (of_others and name not in own)
+
+    class WithTurns(ast.NodeTransformer):
+        def visit_For(self, node: ast.For) -> ast.AST:
+            self.generic_visit(node)
+            if any(map(may_train, _called(*node.body))):
+                asks = _expression(f"{_TURNS}(0)", node.iter)
+                asks.args[0], node.iter = node.iter, asks
+            return node
+
+        def visit_While(self, node: ast.While) -> ast.AST | list[ast.AST]:
+            self.generic_visit(node)
+            if not any(map(may_train, _called(*node.body))):
+                return node
+            name = f"{_TURNS}{next(numbers)}"
+            asks = _expression(f"0 and ({name} is None or {name}.comes())", node.test)
+            asks.values[0], node.test = node.test, asks
+            return [
+                _statement(f"{name} = {_TURNS}(None)", node),
+                node,
+                _statement(f"{name} = None", node),
+            ]
+
+    numbers = itertools.count(1)
+    return WithTurns().visit(tree)  # type: ignore[no-any-return]
+
+
+def _statement(text: str, place: ast.AST) -> Any:
+    """Syntax as if it stood at another node's place."""
+    (parsed,) = ast.parse(text).body
+    for node in ast.walk(parsed):
+        ast.copy_location(node, place)
+    return parsed
+
+
+def _expression(text: str, place: ast.AST) -> Any:
+    return _statement(text, place).value
+
+
+def _called(*nodes: ast.AST) -> set[str]:
+    """Names of functions and methods that are called."""
+    calls = (one.func for node in nodes for one in ast.walk(node) if isinstance(one, ast.Call))
+    names = (getattr(call, "attr", getattr(call, "id", "")) for call in calls)
+    return set(names) - {""}
