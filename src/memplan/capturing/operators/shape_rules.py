@@ -28,8 +28,7 @@ def grouped_mm(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     named = {name: value for name, value in kwargs.items() if name != "out_dtype"}
     shaped = state.fake_mode.dispatch(func, (), (*stand_ins, *args[2:]), named)
     builder = state.recorder.builder
-    reads = [state.number_of(tensor) for tensor in args[:2]]
-    builder.begin_op(str(func), reads=reads, stream=state.recorder.stream)
+    state.begin_op(func, args[:2])
     result = _empty(state, shaped, kwargs.get("out_dtype") or dtype)
     builder.op_writes([state.record(result)])
     flops = state.work.flops(func, args, kwargs, result)
@@ -140,12 +139,7 @@ def _integers(state: CaptureState, lengths: Any) -> list[int]:
 
 
 def _empty(state: CaptureState, like: torch.Tensor, dtype: torch.dtype) -> Any:
-    return state.fake_mode.dispatch(
-        aten.empty_strided.default,
-        (),
-        (tuple(like.size()), tuple(like.stride())),
-        {"dtype": dtype, "device": like.device},
-    )
+    return state.blank(like.size(), dtype, like.device, like.stride())
 
 
 HANDLERS: dict[Any, Handler] = {
