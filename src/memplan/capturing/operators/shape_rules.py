@@ -56,16 +56,6 @@ def no_cudnn_ctc(state: CaptureState, func: Any, args: Any, kwargs: Any) -> bool
     return False
 
 
-def ctc_loss(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """`native/cuda/LossCTC.cu`: the losses, and alpha for every frame and extended label."""
-    log_probs, lengths = args[0], args[3]
-    batch = log_probs.shape[1] if log_probs.dim() == 3 else 1
-    longest = max(_integers(state, lengths), default=0)
-    losses = run_fake(state, aten.new_empty.default, (log_probs, [batch]), {})
-    shape = [batch, log_probs.shape[0], 2 * longest + 1]
-    return losses, run_fake(state, aten.new_empty.default, (log_probs, shape), {})
-
-
 def least_squares(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     """`native/BatchLinearAlgebra.cpp`: on CUDA the driver is `gels`, which returns no rank and no
     singular values. Solution and residuals share one matrix, as high as the higher operand."""
@@ -115,15 +105,6 @@ def install(patches: Patches, state: CaptureState) -> None:
     patches.set(torch, "ctc_loss", loss)
 
 
-def ctc_loss_backward(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """The gradient; the kernel's beta is scratch memory."""
-    gradient = run_fake(state, aten.empty_like.default, (args[1],), {})
-    observer = state.observers.get(func)
-    if observer is not None:
-        observer(state, func, args, kwargs, gradient)
-    return gradient
-
-
 def _integers(state: CaptureState, lengths: Any) -> list[int]:
     if not isinstance(lengths, torch.Tensor):
         return list(lengths)
@@ -146,8 +127,6 @@ HANDLERS: dict[Any, Handler] = {
     aten.linalg_lstsq.default: least_squares,
     aten._grouped_mm.default: grouped_mm,
     aten._thnn_fused_lstm_cell.default: lstm_cell,
-    aten._ctc_loss.default: ctc_loss,
-    aten._ctc_loss_backward.default: ctc_loss_backward,
     aten._use_cudnn_ctc_loss.default: no_cudnn_ctc,
     aten._use_miopen_ctc_loss.default: no_cudnn_ctc,
 }
