@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
@@ -59,6 +60,12 @@ INSTALL = {
     "triton": "install Triton here (pip install triton): it needs no GPU",
 }
 _PROBING = ("transformers.utils.import_utils", "peft.import_utils", "accelerate.utils.imports")
+_SOFTMAXES = (
+    "generic_scaled_masked_softmax_cuda",
+    "scaled_masked_softmax_cuda",
+    "scaled_softmax_cuda",
+    "scaled_upper_triang_masked_softmax_cuda",
+)
 EXTENSIONS = {
     "causal_conv1d_cuda": "causal_conv1d",
     "selective_scan_cuda": "mamba_ssm",
@@ -66,10 +73,7 @@ EXTENSIONS = {
     "transformer_engine_torch": "transformer_engine",
     "amp_C": "apex",
     "fused_weight_gradient_mlp_cuda": "apex",
-    "generic_scaled_masked_softmax_cuda": "apex",
-    "scaled_masked_softmax_cuda": "apex",
-    "scaled_softmax_cuda": "apex",
-    "scaled_upper_triang_masked_softmax_cuda": "apex",
+    **dict.fromkeys(_SOFTMAXES, "apex"),
 }
 """Compiled modules, and the package that each belongs to: its Python runs, they do not."""
 
@@ -326,6 +330,8 @@ class _Extensions:
         if package is None or not (installed(package) or self._standins.stands_in(package)):
             return None
         self._modules.append(fullname)
+        if fullname in _SOFTMAXES:
+            return spec_from_file_location(fullname, PACKAGES / "apex_softmax.py")
         return _in_packages(fullname) or _empty(fullname)
 
     def _of_torch(
