@@ -9,7 +9,7 @@ docs/kernels.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from memplan.capturing.kernels.model import HALF, Shape
 
@@ -73,8 +73,7 @@ class Choice:
 
     kernel: str
     reason: str
-    rejected: dict[str, str] = field(default_factory=dict)
-    """Why each kernel tried before was not taken."""
+    """Also why each kernel tried before was not taken."""
 
 
 _Check = Callable[[SdpaCall, SdpaEnvironment], str]
@@ -105,9 +104,9 @@ def choose_sdpa(call: SdpaCall, env: SdpaEnvironment) -> Choice:
     for kernel in priority_order(env):
         why_not = reject(kernel, call, env)
         if not why_not:
-            return Choice(kernel, _reason(kernel, rejected), rejected)
+            return Choice(kernel, _reason(kernel, rejected))
         rejected[kernel] = why_not
-    return Choice("none", _reason("none", rejected), rejected)
+    return Choice("none", _reason("none", rejected))
 
 
 def reject(kernel: str, call: SdpaCall, env: SdpaEnvironment) -> str:
