@@ -201,7 +201,7 @@ class CaptureState:
             name = self._op_names[func] = op_name(func)
         return name
 
-    def numbers(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+    def numbers(self, tensors: Iterable[Any]) -> list[int]:
         """Numbers of the tracked storages among those of some tensors."""
         return self.numbers_of([tensor for tensor in tensors if isinstance(tensor, FakeTensor)])
 
@@ -218,11 +218,11 @@ class CaptureState:
         stride: Sequence[int] | None = None,
     ) -> FakeTensor:
         """A fake tensor of unknown content, which is not recorded; contiguous without strides."""
-        func, args = aten.empty_strided.default, (tuple(shape), tuple(stride or ()))
+        func, args = aten.empty_strided.default, [tuple(shape), tuple(stride or ())]
         if stride is None:
-            func, args = aten.empty.memory_format, (tuple(shape),)
+            func, args = aten.empty.memory_format, args[:1]
         made: FakeTensor = self.fake_mode.dispatch(
-            func, (), args, {"dtype": dtype, "device": torch.device(device)}
+            func, (), tuple(args), {"dtype": dtype, "device": torch.device(device)}
         )
         return made
 

@@ -60,12 +60,6 @@ INSTALL = {
     "triton": "install Triton here (pip install triton): it needs no GPU",
 }
 _PROBING = ("transformers.utils.import_utils", "peft.import_utils", "accelerate.utils.imports")
-_SOFTMAXES = (
-    "generic_scaled_masked_softmax_cuda",
-    "scaled_masked_softmax_cuda",
-    "scaled_softmax_cuda",
-    "scaled_upper_triang_masked_softmax_cuda",
-)
 EXTENSIONS = {
     "causal_conv1d_cuda": "causal_conv1d",
     "selective_scan_cuda": "mamba_ssm",
@@ -73,7 +67,10 @@ EXTENSIONS = {
     "transformer_engine_torch": "transformer_engine",
     "amp_C": "apex",
     "fused_weight_gradient_mlp_cuda": "apex",
-    **dict.fromkeys(_SOFTMAXES, "apex"),
+    "generic_scaled_masked_softmax_cuda": "apex",
+    "scaled_masked_softmax_cuda": "apex",
+    "scaled_softmax_cuda": "apex",
+    "scaled_upper_triang_masked_softmax_cuda": "apex",
 }
 """Compiled modules, and the package that each belongs to: its Python runs, they do not."""
 
@@ -330,7 +327,7 @@ class _Extensions:
         if package is None or not (installed(package) or self._standins.stands_in(package)):
             return None
         self._modules.append(fullname)
-        if fullname in _SOFTMAXES:
+        if fullname.endswith("softmax_cuda"):
             return spec_from_file_location(fullname, PACKAGES / "apex_softmax.py")
         return _in_packages(fullname) or _empty(fullname)
 
