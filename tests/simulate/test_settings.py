@@ -30,8 +30,6 @@ def test_every_kind_of_value() -> None:
         garbage_collection_threshold=0.6,
         roundup_power2_divisions=(4,) * 16,
         per_process_memory_fraction=0.5,
-        release_lock_on_cudamalloc=True,
-        pinned_num_register_threads=8,
     )
 
 
@@ -97,7 +95,7 @@ TAKEN_BY_BOTH: dict[str, dict[str, Any]] = {
     "roundup_power2_divisions:[]": {},
     "roundup_power2_divisions:[256:1,512:0]": {"roundup_power2_divisions": (*(1,) * 9, *(0,) * 7)},
     "expandable_segments: False ": {},
-    "pinned_use_background_threads:True": {"pinned_use_background_threads": True},
+    "pinned_use_background_threads:True": {},
 }
 
 

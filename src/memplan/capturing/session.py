@@ -347,10 +347,7 @@ class CaptureSession:
         elements = nbytes // dtype.itemsize
         if device.type == self.state.device_type:
             return torch.empty(elements, dtype=dtype, device=device)
-        fake: torch.Tensor = self.state.fake_mode.dispatch(
-            aten.empty.memory_format, (), ([elements],), {"dtype": dtype, "device": device}
-        )
-        return fake
+        return self.state.blank([elements], dtype, device)
 
     def _calibrate(self) -> None:
         """See `InPlaceAdditions.calibrate`; what this allocates is discarded."""

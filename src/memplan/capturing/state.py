@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -126,6 +126,12 @@ class CaptureState:
         """Whether the collective being answered is one of C++'s own in the backward pass."""
         return self.caller is None and torch._C._current_graph_task_id() != -1
 
+    def begin_op(self, func: Any, tensors: Iterable[Any]) -> None:
+        """An operator that reads some tensors begins."""
+        self.recorder.builder.begin_op(
+            str(func), reads=self.numbers(tensors), stream=self.recorder.stream
+        )
+
     def begin_host_op(self, name: str, frame: FrameType | None) -> None:
         """Something that is no operator of PyTorch's begins to move memory."""
         self.recorder.flush()
@@ -195,7 +201,7 @@ class CaptureState:
             name = self._op_names[func] = op_name(func)
         return name
 
-    def numbers(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+    def numbers(self, tensors: Iterable[Any]) -> list[int]:
         """Numbers of the tracked storages among those of some tensors."""
         return self.numbers_of([tensor for tensor in tensors if isinstance(tensor, FakeTensor)])
 
@@ -204,18 +210,29 @@ class CaptureState:
         found = (live.get(tensor.untyped_storage()._cdata) for tensor in tensors)
         return [storage.number for storage in found if storage is not None]
 
+    def blank(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        stride: Sequence[int] | None = None,
+    ) -> FakeTensor:
+        """A fake tensor of unknown content, which is not recorded; contiguous without strides."""
+        func, args = aten.empty_strided.default, [tuple(shape), tuple(stride or ())]
+        if stride is None:
+            func, args = aten.empty.memory_format, args[:1]
+        made: FakeTensor = self.fake_mode.dispatch(
+            func, (), tuple(args), {"dtype": dtype, "device": torch.device(device)}
+        )
+        return made
+
     def fakify(self, tensor: torch.Tensor, *, keep_values: bool = True) -> FakeTensor:
         """A fake tensor with a real one's geometry, and the host's values when they are few. On the
         host, but for a real tensor on the job's own kind of device."""
         device = torch.device("cpu")
         if tensor.device.type == self.device_type != "cpu":
             device = torch.device(self.device_type, 0)
-        fake: FakeTensor = self.fake_mode.dispatch(
-            aten.empty_strided.default,
-            (),
-            (tuple(tensor.size()), tuple(tensor.stride())),
-            {"dtype": tensor.dtype, "device": device},
-        )
+        fake = self.blank(tensor.size(), tensor.dtype, device, tensor.stride())
         self.host.stand_in(fake)
         if keep_values and tensor.device.type == "cpu" and worth_keeping(tensor):
             self.values.learn(fake, tensor.detach(), borrowed=True)
@@ -223,12 +240,7 @@ class CaptureState:
 
     def empty(self, like: torch.Tensor, device: torch.device) -> FakeTensor:
         """A recorded fake tensor on `device` with the geometry and values of a real one."""
-        fake: FakeTensor = self.fake_mode.dispatch(
-            aten.empty_strided.default,
-            (),
-            (tuple(like.size()), tuple(like.stride())),
-            {"dtype": like.dtype, "device": device},
-        )
+        fake = self.blank(like.size(), like.dtype, device, like.stride())
         self.record(fake)
         self.values.learn(fake, like)
         return fake
@@ -299,7 +311,11 @@ class CaptureState:
         if number < 0 or self.recorder.builder.role_of(number) == Role.UNKNOWN:
             self.role_of(tensor, Role.INPUT)
 
-    # Errors
+    # What is said
+
+    def assume(self, kind: str, text: str, *, op: str = "") -> None:
+        """Something was not known, and is decided at the line of the job that is running."""
+        self.assumptions.add(kind, text, op=op, source=self.source())
 
     def cannot(self, what: Any, why: str, hint: str = "") -> CaptureError:
         """The error for an operator that cannot be answered."""

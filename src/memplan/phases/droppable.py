@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
-from memplan.phases.pass_values import Edges, PassValues
+from memplan.phases.pass_values import PassValues
 from memplan.types.op_names import (
     CHANGES_STORAGE,
     FETCH,
@@ -90,18 +89,14 @@ def kept_between(values: PassValues, rows: RowFacts, released: Bools) -> Bools:
         np.maximum.at(last, edges.value[again], edges.row[again])
     until = np.where(released, values.free, len(can)).tolist()  # from then on, none can be made
     last_use, is_weight = last.tolist(), released.tolist()
-    reads, writes = _by_row(values.reads, rows.forward), _by_row(values.writes, rows.forward)
+    every = np.arange(rows.forward)
+    reads, writes = values.reads.by_row(every), values.writes.by_row(every)
     for row in np.flatnonzero(can[: rows.forward]).tolist():
         inputs = [*reads[row], *writes[row]]
         ends = [until[v] for v in inputs if is_weight[v] or last_use[v] < until[v]]
         for value in writes[row]:
             until[value] = min([until[value], *ends])
     return np.asarray(~released & (last >= np.array(until, np.int64)), bool)
-
-
-def _by_row(edges: Edges, rows: int) -> list[list[int]]:
-    starts, value = edges.starts(rows).tolist(), edges.value.tolist()
-    return [value[first:last] for first, last in pairwise(starts)]
 
 
 def droppable_values(values: PassValues, rows: RowFacts) -> Bools:

@@ -12,10 +12,10 @@ from itertools import pairwise
 import numpy as np
 
 from memplan.phases.op_dependencies import dependencies
-from memplan.phases.pass_values import Edges, PassValues, pass_values
-from memplan.phases.passes import Pass, alive_after
+from memplan.phases.pass_values import PassValues, pass_values
+from memplan.phases.passes import Pass, alive_after, step_range
 from memplan.phases.steps import find_steps
-from memplan.types.errors import NoAnswerError, UsageError
+from memplan.types.errors import NoAnswerError
 from memplan.types.graph import Graph, csr
 from memplan.types.trace import I64, EventKind, Role, Trace
 
@@ -56,24 +56,16 @@ def _whole_step(trace: Trace, step: int | None) -> tuple[int, Pass]:
             "whose order is asked for",
             "capture the job itself: memplan estimate -o job.trace SCRIPT",
         )
-    if step is not None and not 0 <= step < len(table):
-        has = f"steps 0 to {len(table) - 1}" if len(table) else "no complete step"
-        raise UsageError(f"there is no step {step}", f"the trace has {has}")
-    if not len(table):
+    if step is None and not len(table):
         raise NoAnswerError(
             "the trace has no complete step",
             "capture a training job that calls optimizer.step() at least once",
         )
-    if step is None:
-        step = table.steady if table.steady is not None else len(table) - 1
-    numbers = np.maximum.accumulate(trace.ops.step)
-    first, last = np.searchsorted(numbers, [step, step + 1]).tolist()
+    start, stop, first, last = step_range(trace, table, step)
     if first == last:
-        raise NoAnswerError(f"step {step} of the trace has no operators")
+        raise NoAnswerError("the step has no operators in the trace")
     event = int(trace.ops.event[first])
-    return int(table.start[step]), Pass(
-        first, first, last, event, max(int(table.stop[step]), event)
-    )
+    return start, Pass(first, first, last, event, max(stop, event))
 
 
 def _drops_gradients(trace: Trace, start: int, whole: Pass) -> bool:
@@ -117,13 +109,7 @@ class _Table:
         keeps[0] = True
         rows = np.flatnonzero(keeps)
         place = np.searchsorted(rows, np.arange(len(keeps)), "right") - 1
-        return cls(rows, place, _by_row(values.reads, rows), _by_row(values.writes, rows))
-
-
-def _by_row(edges: Edges, rows: I64) -> list[list[int]]:
-    starts = np.searchsorted(edges.row, rows)
-    stops = np.searchsorted(edges.row, rows, "right")
-    return [edges.value[a:b].tolist() for a, b in zip(starts, stops, strict=True)]
+        return cls(rows, place, values.reads.by_row(rows), values.writes.by_row(rows))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from memplan.phases.pass_values import touched
 from memplan.phases.steps import find_steps
 from memplan.timing.workload import storage_bytes
 from memplan.types.step_graph import Bools
@@ -237,12 +238,7 @@ def _temporaries(trace: Trace, start: int, stop: int) -> Bools:
 
 def _uses(trace: Trace, first: int, last: int) -> tuple[I64, I64]:
     """Rows, from 0, and storages that operators `[first, last)` read or write."""
-    rows, storages = [], []
-    for starts, column in (
-        (trace.ops.reads_start, trace.ops.reads),
-        (trace.ops.writes_start, trace.ops.writes),
-    ):
-        bounds = starts[first : last + 1]
-        rows.append(np.repeat(np.arange(last - first), np.diff(bounds)))
-        storages.append(column[bounds[0] : bounds[-1]])
-    return np.concatenate(rows), np.concatenate(storages)
+    ops = trace.ops
+    read_rows, read = touched(ops.reads_start, ops.reads, first, last)
+    write_rows, written = touched(ops.writes_start, ops.writes, first, last)
+    return np.append(read_rows, write_rows), np.append(read, written)

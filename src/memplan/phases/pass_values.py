@@ -28,6 +28,13 @@ class Edges:
         """CSR: row i owns `value[starts[i]:starts[i + 1]]`."""
         return np.searchsorted(self.row, np.arange(rows + 1)).astype(np.int64)
 
+    def by_row(self, rows: I64) -> list[list[int]]:
+        """The values of each of some rows."""
+        starts = np.searchsorted(self.row, rows)
+        stops = np.searchsorted(self.row, rows, "right")
+        value = self.value.tolist()
+        return [value[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
+
 
 @dataclass(frozen=True)
 class PassValues:
@@ -141,8 +148,8 @@ def pass_values(trace: Trace, chosen: Pass) -> PassValues:
     """
     asked = _Requests.of(trace, chosen)
     ops, count = trace.ops, chosen.stop - chosen.start
-    read_row, read = _touched(ops.reads_start, ops.reads, chosen)
-    write_row, written = _touched(ops.writes_start, ops.writes, chosen)
+    read_row, read = touched(ops.reads_start, ops.reads, chosen.start, chosen.stop)
+    write_row, written = touched(ops.writes_start, ops.writes, chosen.start, chosen.stop)
     storage = np.setdiff1d(np.concatenate((read, written, asked.made, asked.gone)), asked.scratch)
     made, gone = ~np.isin(asked.made, asked.scratch), ~np.isin(asked.gone, asked.scratch)
     made_value = np.searchsorted(storage, asked.made[made])
@@ -177,10 +184,10 @@ def pass_values(trace: Trace, chosen: Pass) -> PassValues:
     )
 
 
-def _touched(starts: I64, storages: I64, chosen: Pass) -> tuple[I64, I64]:
-    """Rows and storages of a CSR column's part."""
-    bounds = starts[chosen.start : chosen.stop + 1]
-    rows = np.repeat(np.arange(chosen.stop - chosen.start), np.diff(bounds))
+def touched(starts: I64, storages: I64, first: int, stop: int) -> tuple[I64, I64]:
+    """Rows, from 0, and storages of operators `[first, stop)` of a CSR column."""
+    bounds = starts[first : stop + 1]
+    rows = np.repeat(np.arange(stop - first), np.diff(bounds))
     return rows, storages[bounds[0] : bounds[-1]]
 
 

@@ -52,7 +52,7 @@ def step_passes(trace: Trace, step: int | None = None) -> StepPasses:
     """
     if not (trace.ops.moved_bytes >= 0).any():
         raise _no_operators(trace)
-    found = _passes(trace, *_range(trace, find_steps(trace), step))
+    found = _passes(trace, *step_range(trace, find_steps(trace), step))
     if not found.passes:
         raise NoAnswerError(
             "the trace has no step with a forward and a backward pass",
@@ -66,7 +66,7 @@ def passes_of_steps(trace: Trace) -> list[StepPasses]:
     table, ops = find_steps(trace), trace.ops
     found: dict[bytes, tuple[int, int, int, int]] = {}
     for step in range(0 if table.inferred else len(table)):
-        of_step = _range(trace, table, step)
+        of_step = step_range(trace, table, step)
         rows = slice(*of_step[2:])
         inside = np.isin(ops.phase[rows], (Phase.FORWARD, Phase.BACKWARD))
         found[ops.name[rows][inside].tobytes()] = of_step
@@ -106,8 +106,9 @@ def _no_operators(trace: Trace) -> NoAnswerError:
     )
 
 
-def _range(trace: Trace, table: StepTable, step: int | None) -> tuple[int, int, int, int]:
-    """Events `[start, stop)` and operators `[first, last)` of a step."""
+def step_range(trace: Trace, table: StepTable, step: int | None) -> tuple[int, int, int, int]:
+    """Events `[start, stop)` and operators `[first, last)` of a step, as by `step_passes`. Raises
+    UsageError for a step that the trace does not have."""
     count = len(table)
     if step is not None and not 0 <= step < count:
         has = f"steps 0 to {count - 1}" if count else "no complete step"
@@ -134,14 +135,14 @@ def _pass(trace: Trace, start: int, backward: int, stop: int, first: int, end: i
     return Pass(start, backward, stop, int(ops.event[start]), min(last_event, end))
 
 
-def passes_overlap(trace: Trace, step: int | None = None) -> bool:
+def passes_overlap(trace: Trace) -> bool:
     """Whether backward passes come after other forwards, as in a pipeline's schedule: most bytes
     that a step's forwards make and that are gone in a pass are gone in a later one.
 
     Raises as `step_passes`.
     """
     storage, size = trace.events.storage, trace.events.bytes
-    found = step_passes(trace, step)
+    found = step_passes(trace)
     own = later = 0
     for one in found.passes:
         backward = int(trace.ops.event[one.backward])
@@ -153,14 +154,14 @@ def passes_overlap(trace: Trace, step: int | None = None) -> bool:
     return later > own
 
 
-def differentiated_bytes(trace: Trace, step: int | None = None) -> int:
+def differentiated_bytes(trace: Trace) -> int:
     """Bytes that a step's passes make and a later pass's backward lets go of, most at once, where
     a backward that runs with gradients makes some of them, as with `create_graph=True`. 0 where no
     gradient is differentiated.
 
     Raises as `step_passes`.
     """
-    events, found, most = trace.events, step_passes(trace, step), 0
+    events, found, most = trace.events, step_passes(trace), 0
     for one in found.passes[1:]:
         backward = int(trace.ops.event[one.backward])
         gone = events.storage[_of_kind(trace, EventKind.FREE, backward, one.last_event)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 
@@ -17,8 +17,7 @@ Growth = tuple[int, int, int, int]
 """Event of the request served, `EventKind` number, bytes, stream."""
 
 
-@dataclass(frozen=True)
-class SegmentComparison:
+class SegmentComparison(TypedDict):
     """How many device allocations (`SEGMENT_ALLOC`, `SEGMENT_MAP`) agree."""
 
     segments_logged: int
@@ -41,12 +40,12 @@ def compare_segments(trace: Trace, timeline: Timeline) -> SegmentComparison:
     predicted = _rows(log.event[grown], log.kind[grown], log.bytes[grown], log.stream[grown])
     matched = Counter(logged) & Counter(predicted)
     difference = (Counter(logged) - Counter(predicted)) + (Counter(predicted) - Counter(logged))
-    return SegmentComparison(
-        segments_logged=len(logged),
-        segments_predicted=len(predicted),
-        segments_matched=matched.total(),
-        first_difference=min((row[0] for row in difference), default=None),
-    )
+    return {
+        "segments_logged": len(logged),
+        "segments_predicted": len(predicted),
+        "segments_matched": matched.total(),
+        "first_difference": min((row[0] for row in difference), default=None),
+    }
 
 
 def _logged(trace: Trace, device: int) -> list[Growth]:

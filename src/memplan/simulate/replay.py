@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import TypedDict
 
 import msgspec
 import numpy as np
 
-from memplan.simulate.compare import compare_segments
+from memplan.simulate.compare import SegmentComparison, compare_segments
 from memplan.simulate.settings import AllocatorSettings
 from memplan.simulate.settle import settled
 from memplan.simulate.simulator import simulate
@@ -18,7 +17,7 @@ from memplan.simulate.timeline import Timeline
 from memplan.types.trace import Trace
 
 
-class ReplayReport(TypedDict):
+class ReplayReport(SegmentComparison):
     """Sizes in bytes."""
 
     allocated_peak_bytes: int
@@ -30,10 +29,6 @@ class ReplayReport(TypedDict):
     start_reserved_bytes: int
     """Segments held before the first event."""
     start_inferred: bool
-    segments_logged: int
-    segments_predicted: int
-    segments_matched: int
-    first_difference: int | None
     num_alloc_retries: int
     num_ooms: int
     oom_event: int | None
@@ -60,23 +55,20 @@ def replay_report(
     trace: Trace,
     settings: AllocatorSettings | None = None,
     capacity_bytes: int | None = None,
-    *,
-    device: int = 0,
 ) -> ReplayReport:
     """Replay a trace and compare it with the device allocations that it holds, if any.
 
     Raises: as `simulate`.
     """
-    started = with_start(trace, settings, device=device)
+    started = with_start(trace, settings)
     inferred = started is not trace
     if settings is None:
         settings = AllocatorSettings.parse(trace.meta.alloc_conf)
     steady = settled(started, settings)
     started = steady.trace
     begin = time.perf_counter()
-    timeline = simulate(started, settings, capacity_bytes=capacity_bytes, device=device)
+    timeline = simulate(started, settings, capacity_bytes=capacity_bytes)
     seconds = time.perf_counter() - begin
-    comparison = compare_segments(started, timeline)
     return {
         "allocated_peak_bytes": timeline.own_allocated_peak_bytes,
         "reserved_peak_bytes": (
@@ -84,10 +76,7 @@ def replay_report(
         ),
         "start_reserved_bytes": timeline.start_reserved_bytes,
         "start_inferred": inferred,
-        "segments_logged": comparison.segments_logged,
-        "segments_predicted": comparison.segments_predicted,
-        "segments_matched": comparison.segments_matched,
-        "first_difference": comparison.first_difference,
+        **compare_segments(started, timeline),
         "num_alloc_retries": timeline.num_alloc_retries,
         "num_ooms": timeline.num_ooms,
         "oom_event": timeline.oom_event,

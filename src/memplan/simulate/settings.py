@@ -32,9 +32,8 @@ _ALIASES = {
 class AllocatorSettings:
     """Allocator settings; sizes in bytes. The defaults are PyTorch's.
 
-    The `pinned_*` keys, `release_lock_on_cudamalloc` and `graph_capture_record_stream_reuse` do
-    not change what the device's allocator hands out; they are kept so that a configuration
-    survives a round trip.
+    Keys that change neither what the device's allocator hands out nor what the host's keeps
+    (`pinned_num_register_threads` and others) are checked, and have no field.
     """
 
     expandable_segments: bool = False
@@ -52,13 +51,6 @@ class AllocatorSettings:
     throw_on_cudamalloc_oom: bool = False
     """Fail at once, without a retry, when the memory fraction would be exceeded."""
     backend: str = "native"
-    release_lock_on_cudamalloc: bool = False
-    graph_capture_record_stream_reuse: bool = False
-    pinned_use_cuda_host_register: bool = False
-    pinned_num_register_threads: int = 1
-    pinned_reserve_segment_size: int = 0
-    pinned_free_catch_all: bool = False
-    pinned_use_background_threads: bool = False
     pinned_max_round_threshold: int = UNLIMITED
     pinned_max_cached_size: int = UNLIMITED
 
@@ -73,8 +65,9 @@ class AllocatorSettings:
         values: dict[str, Any] = {}
         # The large segment first: it is the lower limit and the default of others.
         for key, value in sorted(pairs, key=lambda pair: pair[0] != "large_segment_size_mb"):
-            field, read = _KEYS[key]
+            read, field = _KEYS[key]
             values[field] = read(key, value, values)
+        values.pop("", None)
         values.setdefault("max_non_split_rounding", values.get("large_segment_size", 20 * MIB))
         return cls(**values)
 
@@ -133,50 +126,30 @@ def _whole(key: str, value: str) -> int:
     return int(value)
 
 
-def _mebibytes(key: str, value: str) -> int:
-    return min(_whole(key, value), UNLIMITED // MIB) * MIB
+def _mebibytes(least: int | None) -> Reader:
+    """A size from so many MiB on; None: from the large segment's."""
+
+    def read(key: str, value: str, done: dict[str, Any]) -> int:
+        size = min(_whole(key, value), UNLIMITED // MIB) * MIB
+        limit = done.get("large_segment_size", 20 * MIB) if least is None else least * MIB
+        if size < limit:
+            raise _fail(f"{key}:{value} is too small", f"{key} must be at least {limit // MIB}")
+        return size
+
+    return read
 
 
-def _size(key: str, value: str, _: dict[str, Any]) -> int:
-    return _mebibytes(key, value)
+def _number(holds: Callable[[float], bool], limits: str) -> Reader:
+    def read(key: str, value: str, _: dict[str, Any]) -> float:
+        try:
+            number = float(value)
+        except ValueError:
+            raise _fail(f"{key}:{value} is not a number") from None
+        if not holds(number):
+            raise _fail(f"{key}:{value} is out of range", f"{key} must be {limits}")
+        return number
 
-
-def _large_segment(key: str, value: str, _: dict[str, Any]) -> int:
-    size = _mebibytes(key, value)
-    if size <= 10 * MIB:
-        raise _fail(f"{key}:{value} is too small", f"{key} must be more than 10")
-    return size
-
-
-def _at_least_segment(key: str, value: str, done: dict[str, Any]) -> int:
-    size = _mebibytes(key, value)
-    least = done.get("large_segment_size", 20 * MIB)
-    if size < least:
-        raise _fail(f"{key}:{value} is too small", f"{key} must be at least {least // MIB}")
-    return size
-
-
-def _number(key: str, value: str) -> float:
-    try:
-        return float(value)
-    except ValueError:
-        raise _fail(f"{key}:{value} is not a number") from None
-
-
-def _threshold(key: str, value: str, _: dict[str, Any]) -> float:
-    number = _number(key, value)
-    if not 0.0 < number < 1.0:
-        raise _fail(
-            f"{key}:{value} is out of range", f"{key} must be between 0 and 1, both excluded"
-        )
-    return number
-
-
-def _fraction(key: str, value: str, _: dict[str, Any]) -> float:
-    number = _number(key, value)
-    if not 0.0 <= number <= 1.0:
-        raise _fail(f"{key}:{value} is out of range", f"{key} must be from 0 to 1")
-    return number
+    return read
 
 
 def _power_of_two(key: str, text: str, *, zero: bool = False) -> int:
@@ -223,30 +196,30 @@ def _threads(key: str, value: str, _: dict[str, Any]) -> int:
     return count
 
 
-def _positive_size(key: str, value: str, _: dict[str, Any]) -> int:
-    size = _mebibytes(key, value)
-    if size == 0:
-        raise _fail(f"{key}:{value} is too small", f"{key} must be more than 0")
-    return size
-
-
-_KEYS: dict[str, tuple[str, Reader]] = {
-    "expandable_segments": ("expandable_segments", _bool),
-    "max_split_size_mb": ("max_split_size", _at_least_segment),
-    "max_non_split_rounding_mb": ("max_non_split_rounding", _at_least_segment),
-    "large_segment_size_mb": ("large_segment_size", _large_segment),
-    "garbage_collection_threshold": ("garbage_collection_threshold", _threshold),
-    "roundup_power2_divisions": ("roundup_power2_divisions", _roundup),
-    "per_process_memory_fraction": ("per_process_memory_fraction", _fraction),
-    "throw_on_cudamalloc_oom": ("throw_on_cudamalloc_oom", _bool),
-    "backend": ("backend", _backend),
-    "release_lock_on_cudamalloc": ("release_lock_on_cudamalloc", _bool),
-    "graph_capture_record_stream_reuse": ("graph_capture_record_stream_reuse", _bool),
-    "pinned_use_cuda_host_register": ("pinned_use_cuda_host_register", _bool),
-    "pinned_num_register_threads": ("pinned_num_register_threads", _threads),
-    "pinned_reserve_segment_size_mb": ("pinned_reserve_segment_size", _positive_size),
-    "pinned_free_catch_all": ("pinned_free_catch_all", _bool),
-    "pinned_use_background_threads": ("pinned_use_background_threads", _bool),
-    "pinned_max_round_threshold_mb": ("pinned_max_round_threshold", _size),
-    "pinned_max_cached_size_mb": ("pinned_max_cached_size", _size),
+_KEYS: dict[str, tuple[Reader, str]] = {
+    "expandable_segments": (_bool, "expandable_segments"),
+    "max_split_size_mb": (_mebibytes(None), "max_split_size"),
+    "max_non_split_rounding_mb": (_mebibytes(None), "max_non_split_rounding"),
+    "large_segment_size_mb": (_mebibytes(11), "large_segment_size"),
+    "garbage_collection_threshold": (
+        _number(lambda x: 0.0 < x < 1.0, "between 0 and 1, both excluded"),
+        "garbage_collection_threshold",
+    ),
+    "roundup_power2_divisions": (_roundup, "roundup_power2_divisions"),
+    "per_process_memory_fraction": (
+        _number(lambda x: 0.0 <= x <= 1.0, "from 0 to 1"),
+        "per_process_memory_fraction",
+    ),
+    "throw_on_cudamalloc_oom": (_bool, "throw_on_cudamalloc_oom"),
+    "backend": (_backend, "backend"),
+    "release_lock_on_cudamalloc": (_bool, ""),
+    "graph_capture_record_stream_reuse": (_bool, ""),
+    "pinned_use_cuda_host_register": (_bool, ""),
+    "pinned_num_register_threads": (_threads, ""),
+    "pinned_reserve_segment_size_mb": (_mebibytes(1), ""),
+    "pinned_free_catch_all": (_bool, ""),
+    "pinned_use_background_threads": (_bool, ""),
+    "pinned_max_round_threshold_mb": (_mebibytes(0), "pinned_max_round_threshold"),
+    "pinned_max_cached_size_mb": (_mebibytes(0), "pinned_max_cached_size"),
 }
+"""What reads the value of each key, and the field for it; empty where there is none."""

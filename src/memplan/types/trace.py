@@ -389,61 +389,44 @@ class Trace(InNotebooks):
         """A row as an object. Raises IndexError outside `[0, len(self))`."""
         if not 0 <= index < len(self):
             raise IndexError(f"event {index} of a trace of {len(self)}")
-        return EventView(self, index)
+        return self._view(index)
 
     def __iter__(self) -> Iterator[EventView]:
-        return (EventView(self, i) for i in range(len(self)))
+        return map(self._view, range(len(self)))
+
+    def _view(self, index: int) -> EventView:
+        events, strings = self.events, self.strings
+        op = int(events.op[index])
+        return EventView(
+            index=index,
+            kind=EventKind(int(events.kind[index])),
+            storage=int(events.storage[index]),
+            bytes=int(events.bytes[index]),
+            stream=int(events.stream[index]),
+            device=int(events.device[index]),
+            op=strings[int(self.ops.name[op])] if op >= 0 else "",
+            module=strings[int(events.module[index])],
+            source=strings[int(events.source[index])],
+            phase=Phase(int(events.phase[index])),
+            step=int(events.step[index]),
+            provenance=Provenance(int(events.provenance[index])),
+        )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class EventView:
-    """One event of a trace; attributes read the columns."""
+    """One event of a trace."""
 
-    trace: Trace
     index: int
-
-    @property
-    def kind(self) -> EventKind:
-        return EventKind(int(self.trace.events.kind[self.index]))
-
-    @property
-    def storage(self) -> int:
-        return int(self.trace.events.storage[self.index])
-
-    @property
-    def bytes(self) -> int:
-        return int(self.trace.events.bytes[self.index])
-
-    @property
-    def stream(self) -> int:
-        return int(self.trace.events.stream[self.index])
-
-    @property
-    def device(self) -> int:
-        return int(self.trace.events.device[self.index])
-
-    @property
-    def op(self) -> str:
-        """Name of the operator, or the empty string."""
-        row = int(self.trace.events.op[self.index])
-        return self.trace.strings[int(self.trace.ops.name[row])] if row >= 0 else ""
-
-    @property
-    def module(self) -> str:
-        return self.trace.strings[int(self.trace.events.module[self.index])]
-
-    @property
-    def source(self) -> str:
-        return self.trace.strings[int(self.trace.events.source[self.index])]
-
-    @property
-    def phase(self) -> Phase:
-        return Phase(int(self.trace.events.phase[self.index]))
-
-    @property
-    def step(self) -> int:
-        return int(self.trace.events.step[self.index])
-
-    @property
-    def provenance(self) -> Provenance:
-        return Provenance(int(self.trace.events.provenance[self.index]))
+    kind: EventKind
+    storage: int
+    bytes: int
+    stream: int
+    device: int
+    op: str
+    """Name of the operator, or the empty string."""
+    module: str
+    source: str
+    phase: Phase
+    step: int
+    provenance: Provenance

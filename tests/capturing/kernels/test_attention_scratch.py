@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.capturing.kernels import attention_scratch as scratch
-from memplan.capturing.kernels.model import Scratch, peak
+from memplan.capturing.kernels.model import Scratch
+from tests.capturing.kernels.stages import peak
 
 A100, A10, T4, H100 = (8, 0), (8, 6), (7, 5), (9, 0)
 
@@ -40,15 +41,14 @@ def test_flash_backward_of_grouped_queries_expands_keys_and_values() -> None:
 def test_flash_forward_splits_keys_only_when_the_gpu_would_idle() -> None:
     assert scratch.flash_splits((4, 12, 1024, 64), 1024, sm_count=108) == 1
     assert scratch.flash_splits((1, 8, 1, 128), 8192, sm_count=108) > 1
-    names = by_name(scratch.flash_forward_scratch((4, 12, 1024, 64), (4, 12, 1024, 64)))
-    assert set(names) == {"rng_state", "rng_unused"}
-    one = (1, 8, 1, 128)
-    rows = by_name(scratch.flash_forward_scratch(one, (1, 8, 8192, 128), sm_count=108))
+    q = (4, 12, 1024, 64)
+    assert scratch.flash_forward_scratch(q, q, dropout_p=0.0, sm_count=108) == []
+    one, keys = (1, 8, 1, 128), (1, 8, 8192, 128)
+    rows = by_name(scratch.flash_forward_scratch(one, keys, dropout_p=0.0, sm_count=108))
     splits = scratch.flash_splits(one, 8192, 108)
     assert rows["out_accum"].bytes == splits * 8 * 128 * 4
-    assert "out_accum" not in by_name(
-        scratch.flash_forward_scratch(one, (1, 8, 8192, 128), dropout_p=0.1, sm_count=108)
-    )
+    dropped = scratch.flash_forward_scratch(one, keys, dropout_p=0.1, sm_count=108)
+    assert "out_accum" not in by_name(dropped)
 
 
 def test_efficient_backward_in_float32_makes_a_product_first() -> None:

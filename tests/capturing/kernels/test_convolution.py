@@ -13,7 +13,6 @@ from memplan.capturing.kernels.convolution import (
     Convolution,
     ConvSettings,
     Direction,
-    WorkspaceModel,
     conv_backend,
     conv_workspace,
     trial_workspace,
@@ -62,14 +61,6 @@ def test_depthwise(changes: dict[str, Any], backend: str) -> None:
     assert conv_backend(replace(DEPTHWISE, **changes), A10) == backend
 
 
-def test_the_three_dimensional_half_precision_fault_of_old_cudnn() -> None:
-    volume = Convolution(
-        (1, 8, 8, 8, 8), (8, 8, 3, 3, 3), (1, 8, 8, 8, 8), "bfloat16", (1,) * 3, (1,) * 3, (1,) * 3
-    )
-    assert conv_backend(volume, replace(A10, cudnn_version=91002)) == "slow"
-    assert conv_backend(volume, replace(A10, cudnn_version=91900)) == "cudnn"
-
-
 def test_native_depthwise_has_no_workspace() -> None:
     for direction in Direction:
         assert conv_workspace(DEPTHWISE, direction, A10).high == 0
@@ -97,23 +88,12 @@ def test_a_pointwise_kernel_may_run_as_a_matrix_product() -> None:
     point = replace(VGG, w=(64, 64, 1, 1), padding=(0, 0))
     row = conv_workspace(point, Direction.FORWARD, A10)
     assert row.bytes == 0 < row.high
-    half = WorkspaceModel(pointwise=0.5)
-    assert 0 < conv_workspace(point, Direction.FORWARD, A10, model=half).bytes < row.high
 
 
 def test_the_weight_gradient_may_be_split_over_the_batch() -> None:
     data = conv_workspace(VGG, Direction.BACKWARD_DATA, A10)
     weight = conv_workspace(VGG, Direction.BACKWARD_FILTER, A10)
     assert weight.bytes - data.bytes == 4 * 64 * 64 * 9
-
-
-def test_a_workspace_that_cannot_be_had_is_not_taken() -> None:
-    need = conv_workspace(VGG, Direction.FORWARD, A10).bytes
-    enough = conv_workspace(VGG, Direction.FORWARD, A10, free_bytes=need)
-    assert (enough.bytes, enough.high) == (need, need)
-    short = conv_workspace(VGG, Direction.FORWARD, A10, free_bytes=need - 1)
-    assert (short.low, short.bytes, short.high) == (0, 0, need - 1)
-    assert conv_workspace(VGG, Direction.FORWARD, A10, free_bytes=-5).high == 0
 
 
 def test_benchmark_mode_tries_every_plan_in_a_workspace_for_the_largest() -> None:

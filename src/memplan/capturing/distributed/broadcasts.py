@@ -126,12 +126,11 @@ class Broadcasts:
     # Asking
 
     def _nobody(self, sender: int) -> None:
-        self.state.assumptions.add(
+        self.state.assume(
             "rank",
             f"what rank {sender} broadcasts is what this rank has already: it can be asked for on "
             "the command line only, once in a process",
             op="broadcast",
-            source=self.state.source(),
         )
 
     def _ask(self, stream: _Stream, number: int) -> Any:

@@ -82,12 +82,11 @@ class Checkpoints:
 
     def _assume(self, wrapper: Any) -> None:
         if wrapper.get_world_size() > 1:
-            self.state.assumptions.add(
+            self.state.assume(
                 "rank",
                 "of a distributed checkpoint this rank plans, writes and reads its own part; what "
                 "several ranks hold alike it writes itself",
                 op="checkpoint",
-                source=self.state.source(),
             )
 
     # Copies to the host
@@ -135,12 +134,11 @@ class Checkpoints:
 
     def _process(self, module: ModuleType) -> Callable[[], _Uploads]:
         def executor() -> _Uploads:
-            self.state.assumptions.add(
+            self.state.assume(
                 "rank",
                 "a checkpoint is written by a process of its own, whose memory is that of the "
                 "copy it shares; its interpreter is not counted",
                 op="async_save",
-                source=self.state.source(),
             )
             return _Uploads(module)
 

@@ -89,11 +89,10 @@ class ObjectCollectives:
         return 0 if src is None else src
 
     def _missing(self, what: str, src: int | None) -> None:
-        self.state.assumptions.add(
+        self.state.assume(
             "rank",
             f"the objects that rank {src or 0} would {what} are those that this rank has already",
             op=f"{what}_object_list",
-            source=self.state.source(),
         )
 
 

@@ -112,12 +112,11 @@ class Pipelines:
                 metas.append(None)
                 continue
             if isinstance(meta, module._DTensorMeta):
-                self.state.assumptions.add(
+                self.state.assume(
                     "rank",
                     "the gradient of a distributed tensor comes from the next pipeline stage with "
                     "the placements of the tensor",
                     op="recv_object_list",
-                    source=self.state.source(),
                 )
             metas.append(dataclasses.replace(meta, requires_grad=False))
         return tuple(metas)

@@ -9,7 +9,7 @@ docs/kernels.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from memplan.capturing.kernels.model import HALF, Shape
 
@@ -57,9 +57,6 @@ class SdpaEnvironment:
 
     capability: tuple[int, int]
     torch_version: tuple[int, int, int] = (2, 13, 0)
-    cuda_version: tuple[int, int] = (13, 0)
-    cudnn_version: int | None = None
-    """As `torch.backends.cudnn.version()`; None for the release's default wheel."""
     enabled: frozenset[str] = ALL_KERNELS
     """`torch.backends.cuda.*_sdp_enabled()`, `sdpa_kernel(…)`."""
     priority: Sequence[str] | None = None
@@ -69,10 +66,6 @@ class SdpaEnvironment:
     cudnn_deprioritized: bool = False
     """Environment variable TORCH_CUDNN_SDPA_DEPRIORITIZED."""
 
-    @property
-    def cudnn(self) -> int:
-        return self.cudnn_version or wheel_cudnn_version(self.torch_version)
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -80,8 +73,7 @@ class Choice:
 
     kernel: str
     reason: str
-    rejected: dict[str, str] = field(default_factory=dict)
-    """Why each kernel tried before was not taken."""
+    """Also why each kernel tried before was not taken."""
 
 
 _Check = Callable[[SdpaCall, SdpaEnvironment], str]
@@ -95,13 +87,9 @@ def wheel_cudnn_version(torch_version: Sequence[int]) -> int:
 
 def prefers_cudnn(env: SdpaEnvironment) -> bool:
     """True where PyTorch puts cuDNN before flash (`check_prefer_cudnn_attention`): capability 9.x
-    or 10.x and cuDNN after 9.15.0, unless deprioritized by the environment; builds against CUDA 12
-    only for 9.0, 9.3, 10.0 and 10.3.
-    """
-    if env.cudnn_deprioritized or env.cudnn <= 91500:
-        return False
-    major, minor = env.capability
-    return major in (9, 10) and (env.cuda_version >= (13, 0) or minor in (0, 3))
+    or 10.x in the default wheels, unless deprioritized by the environment. Builds against CUDA 12
+    do so only for 9.0, 9.3, 10.0 and 10.3."""
+    return env.capability[0] in (9, 10) and not env.cudnn_deprioritized
 
 
 def priority_order(env: SdpaEnvironment) -> tuple[str, ...]:
@@ -116,9 +104,9 @@ def choose_sdpa(call: SdpaCall, env: SdpaEnvironment) -> Choice:
     for kernel in priority_order(env):
         why_not = reject(kernel, call, env)
         if not why_not:
-            return Choice(kernel, _reason(kernel, rejected), rejected)
+            return Choice(kernel, _reason(kernel, rejected))
         rejected[kernel] = why_not
-    return Choice("none", _reason("none", rejected), rejected)
+    return Choice("none", _reason("none", rejected))
 
 
 def reject(kernel: str, call: SdpaCall, env: SdpaEnvironment) -> str:
@@ -293,25 +281,18 @@ def _cudnn_deterministic(call: SdpaCall, env: SdpaEnvironment) -> str:
 
 
 def _cudnn_dropout(call: SdpaCall, env: SdpaEnvironment) -> str:
-    if call.dropout_p > 0.0 and 91100 < env.cudnn < 91400:
-        return "no dropout in cuDNN 9.11 to 9.13"
     if env.torch_version >= (2, 14) and (call.dropout_p * 16) % 1 != 0:
         return "dropout probability is not a multiple of 1/16"
     return ""
 
 
 def cudnn_head_size_limit(call: SdpaCall, env: SdpaEnvironment) -> int:
-    """Largest head size of the cuDNN kernel for this call."""
-    deepseek = call.q[-1] == 192 and call.v[-1] == 128
-    major, minor = env.capability
-    if env.torch_version >= (2, 14):
-        modern = (major, minor) == (9, 0) or major == 10
-        if modern and env.cudnn > 92200:
-            return 256
-        return 192 if modern and env.cudnn >= 91100 and deepseek else 128
-    if (major, minor) == (9, 0) and env.cudnn >= 91000:
+    """Largest head size of the cuDNN kernel for this call, with the default wheel's cuDNN."""
+    hopper = env.capability == (9, 0)
+    if hopper and env.torch_version < (2, 14):
         return 256
-    return 192 if major == 10 and env.cudnn >= 91100 and deepseek else 128
+    deepseek = call.q[-1] == 192 and call.v[-1] == 128
+    return 192 if deepseek and (hopper or env.capability[0] == 10) else 128
 
 
 def _cudnn_shapes(call: SdpaCall, env: SdpaEnvironment) -> str:

@@ -25,25 +25,17 @@ _FLOAT = 4
 _CUDNN_ALIGNMENT = 256
 
 
-def flash_forward_scratch(
-    q: Shape, k: Shape, *, dropout_p: float = 0.0, sm_count: int = 0
-) -> list[Scratch]:
-    """Split-KV accumulators of `mha_fwd`, and the two random-state tensors it always makes.
-
-    A meta kernel puts the random state on the meta device; on a GPU it lives as long as the saved
-    tensors (16 bytes and 8 bytes). `sm_count` 0: unknown, the split is a bound.
-    """
-    out = [exactly("rng_state", 16, end=None), exactly("rng_unused", 8, end=None)]
-    if dropout_p == 0.0:
-        batch, heads, queries, head = q
-        splits = flash_splits(q, k[-2], sm_count) if sm_count else 1
-        per_split = batch * heads * queries * _FLOAT
-        size = splits * per_split if splits > 1 else 0
-        out.append(exactly("softmax_lse_accum", size))
-        out.append(exactly("out_accum", size * _flash_head(head)))
-    else:
-        out.append(exactly("random numbers' state", 16))
-    return [row for row in out if row.high]
+def flash_forward_scratch(q: Shape, k: Shape, *, dropout_p: float, sm_count: int) -> list[Scratch]:
+    """Split-KV accumulators of `mha_fwd`; the state of the random numbers where there is dropout.
+    Its two random-state tensors (16 and 8 bytes) live with the outputs and are not counted."""
+    if dropout_p != 0.0:
+        return [exactly("random numbers' state", 16)]
+    batch, heads, queries, head = q
+    splits = flash_splits(q, k[-2], sm_count)
+    if splits == 1:
+        return []
+    size = splits * batch * heads * queries * _FLOAT
+    return [exactly("softmax_lse_accum", size), exactly("out_accum", size * _flash_head(head))]
 
 
 def flash_splits(q: Shape, keys: int, sm_count: int) -> int:
@@ -75,7 +67,7 @@ def flash_backward_scratch(
     dtype: str,
     *,
     deterministic: bool = False,
-    sm_count: int = 0,
+    sm_count: int = 1,
     grad_out_copied: bool = False,
     sequences: int = 0,
 ) -> list[Scratch]:
@@ -88,7 +80,7 @@ def flash_backward_scratch(
     """
     batch, heads, queries, head = q
     rounded = queries + 128 * sequences if sequences else round_up(queries, 128)
-    splits = ceil_div(max(sm_count, 1), (sequences or batch) * heads) if deterministic else 1
+    splits = ceil_div(sm_count, (sequences or batch) * heads) if deterministic else 1
     out = [
         exactly("grad_out.contiguous", numel(q) * itemsize(dtype) if grad_out_copied else 0),
         exactly("softmax_d", batch * heads * rounded * _FLOAT),
@@ -204,13 +196,9 @@ def _key_splits(tile: _Tile, blocks: int, keys: int, deterministic: bool) -> int
 
 
 def cudnn_forward_scratch(q: Shape) -> list[Scratch]:
-    """Two random-state scalars. The forward graph itself asks for next to nothing: 256 bytes on an
-    H200 with cuDNN 9.19."""
-    return [
-        exactly("cudnn_seed", 8, end=None),
-        exactly("cudnn_offset", 8, end=None),
-        Scratch("workspace", 0, _CUDNN_ALIGNMENT, _CUDNN_ALIGNMENT + q[0] * q[1] * q[2] * _FLOAT),
-    ]
+    """The forward graph asks for next to nothing: 256 bytes on an H200 with cuDNN 9.19."""
+    most = _CUDNN_ALIGNMENT + q[0] * q[1] * q[2] * _FLOAT
+    return [Scratch("workspace", 0, _CUDNN_ALIGNMENT, most)]
 
 
 def cudnn_backward_scratch(q: Shape, k: Shape, v: Shape, dtype: str) -> list[Scratch]:

@@ -44,9 +44,9 @@ class OpCall:
         value = self.args.get(name)
         return value if isinstance(value, int) else default
 
-    def dims(self, name: str = "dim") -> Sequence[int] | None:
+    def dims(self) -> Sequence[int] | None:
         """An int or a list of them; None for all dimensions."""
-        value = self.args.get(name)
+        value = self.args.get("dim")
         if isinstance(value, int) and not isinstance(value, bool):
             return [value]
         if isinstance(value, Sequence):
@@ -75,17 +75,14 @@ def _contiguous(shape: Shape, strides: Sequence[int]) -> bool:
     return True
 
 
-def radix_sort_temporary(items: int, key: int, value: int) -> tuple[int, int, int]:
-    """(low, bytes, high) of cub's `DeviceRadixSort::SortPairs` between separate buffers: a second
+def radix_sort_temporary(items: int, key: int, value: int) -> Scratch:
+    """The temporary of cub's `DeviceRadixSort::SortPairs` between separate buffers: a second
     copy of keys and values, one histogram a tile of the look-back, and the bins. Two boundaries of
     256 bytes are left open to chance, as on an H200 with CUDA 13.0."""
     pairs = items * (key + value)
     look_back = ceil_div(items, 4096) * 256 * 4
-    return pairs, pairs + look_back + 16 * 1024 + _ALIGNING, pairs + 4 * look_back + 128 * 1024
-
-
-def cub_temporary(name: str, sizes: tuple[int, int, int], begin: int = 0, end: int = 1) -> Scratch:
-    return Scratch(name, *sizes, begin=begin, end=end)
+    measured = pairs + look_back + 16 * 1024 + _ALIGNING
+    return Scratch("sort temporary", pairs, measured, pairs + 4 * look_back + 128 * 1024)
 
 
 def small_temporary(name: str, begin: int = 0) -> Scratch:

@@ -88,25 +88,8 @@ class ConvSettings:
     deterministic: bool = False
     benchmark: bool = False
     cudnn_enabled: bool = True
-    cudnn_version: int = 92000
 
 
-@dataclass(frozen=True)
-class WorkspaceModel:
-    """Shares of the bytes that layout and precision could force, taken as the expected value.
-
-    They are fitted once over all measured convolution jobs together, never to one job.
-    """
-
-    transpose: float = 1.0
-    """The factor for NHWC copies of the operands, for tensor-core kernels with NCHW operands."""
-    pointwise: float = 0.0
-    """The same for 1 by 1 kernels, which can be run as a matrix product on NCHW as it lies."""
-    filter_splits: float = 1.0
-    """fp32 copies of the weight gradient, for reductions split over the batch."""
-
-
-DEFAULT_MODEL = WorkspaceModel()
 _MOST_SPLITS = 8
 _SMALL = MIB
 _TILE = 128
@@ -133,9 +116,6 @@ def conv_backend(conv: Convolution, settings: ConvSettings) -> str:
 
 def _use_cudnn(conv: Convolution, settings: ConvSettings) -> bool:
     if not settings.cudnn_enabled:
-        return False
-    broken = 90800 <= settings.cudnn_version < 91500 and not conv.channels_last
-    if broken and conv.dims == 3 and conv.dtype in HALF and numel(conv.w[2:]) != 1:
         return False
     big = (pad >= step for pad, step in zip(conv.output_padding, conv.stride, strict=False))
     return not (conv.transposed and any(big))
@@ -171,30 +151,15 @@ def _cudnn_depthwise_is_faster(conv: Convolution) -> bool:
     return channels >= 512 or (channels >= 256 and width >= 28)
 
 
-def conv_workspace(
-    conv: Convolution,
-    direction: Direction,
-    settings: ConvSettings,
-    *,
-    free_bytes: int | None = None,
-    model: WorkspaceModel = DEFAULT_MODEL,
-) -> Scratch:
-    """Workspace of one cuDNN call; zero for backends that are not cuDNN's.
-
-    `free_bytes`: what the process could still get, cached blocks included; None: unknown. PyTorch
-    runs the engines in cuDNN's order and takes the next when a workspace cannot be had, after the
-    allocator has given its cached blocks back. So a workspace above `free_bytes` is not taken.
-    """
+def conv_workspace(conv: Convolution, direction: Direction, settings: ConvSettings) -> Scratch:
+    """Workspace of one cuDNN call; zero for backends that are not cuDNN's."""
     backend = conv_backend(conv, settings)
     if not backend.startswith("cudnn"):
         return Scratch(f"workspace ({backend})", 0, 0, 0)
     if settings.capability >= (9, 0) and _tensor_cores(conv, settings) and conv.dims == 2:
         low, expected, high = _as_measured(conv, direction, settings)
     else:
-        low, (expected, high) = 0, _expected_and_high(conv, direction, settings, model)
-    if free_bytes is not None:
-        high = min(high, max(free_bytes, 0))
-        expected = expected if expected <= high else 0
+        low, (expected, high) = 0, _expected_and_high(conv, direction, settings)
     return Scratch(f"cudnn workspace ({direction.value})", min(low, expected), expected, high)
 
 
@@ -214,8 +179,11 @@ def trial_workspace(conv: Convolution, settings: ConvSettings) -> Scratch | None
 
 
 def _expected_and_high(
-    conv: Convolution, direction: Direction, settings: ConvSettings, model: WorkspaceModel
+    conv: Convolution, direction: Direction, settings: ConvSettings
 ) -> tuple[int, int]:
+    """Expected are the copies that layout and precision force: the operands in NHWC, but for
+    kernels of 1 by 1, which can be run as a matrix product on NCHW as it lies; and one in fp32 of
+    the weight gradient, which may be summed in parts of the batch."""
     splits = 4 * numel(conv.w) if direction is Direction.BACKWARD_FILTER else 0
     transposed = _nhwc_copies(conv) if _needs_nhwc(conv, settings) else 0
     high = transposed + _MOST_SPLITS * splits + _SMALL
@@ -225,9 +193,7 @@ def _expected_and_high(
             high = max(high, conv.x[0] * splits + 2 * MIB)
     if _may_use_winograd(conv, settings):
         high = max(high, _winograd(conv) + _SMALL)
-    share = model.pointwise if conv.pointwise else model.transpose
-    expected = int(share * transposed + model.filter_splits * splits)
-    return min(expected, high), high
+    return min(splits if conv.pointwise else transposed + splits, high), high
 
 
 def _as_measured(

@@ -24,7 +24,6 @@ class BatchNorm:
     dtype: str
     weight_dtype: str | None = "float32"
     """None: not affine."""
-    running_stats: bool = True
     training: bool = True
     channels_last: bool = False
     cudnn_enabled: bool = True
@@ -37,7 +36,7 @@ def batch_norm_backend(call: BatchNorm) -> str:
         return "native"
     if dtype == "float16" and weight != "float32":
         return "native"
-    if len(call.shape) < 3 or not (call.running_stats or call.training):
+    if len(call.shape) < 3:
         return "native"
     most = _MOST_TRAINING if call.training else _MOST_EVALUATION
     fits = call.shape[0] <= most and numel(call.shape) < _INT32

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -36,7 +36,7 @@ class Scratch:
 
     Sizes are requested bytes with `low <= bytes <= high`. `begin` and `end` are stages of the call,
     half-open: scratch of `[0, 1)` is gone before scratch of `[1, 2)` is requested. Stages begin
-    after the operator's outputs were allocated. `end` of None: it lives as long as the outputs.
+    after the operator's outputs were allocated.
     """
 
     name: str
@@ -44,30 +44,16 @@ class Scratch:
     bytes: int
     high: int
     begin: int = 0
-    end: int | None = 1
+    end: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.low <= self.bytes <= self.high:
             raise ValueError(f"scratch {self.name}: {self.low}, {self.bytes}, {self.high}")
 
 
-def exactly(name: str, nbytes: int, begin: int = 0, end: int | None = 1) -> Scratch:
+def exactly(name: str, nbytes: int, begin: int = 0, end: int = 1) -> Scratch:
     """Scratch whose size the source states."""
     return Scratch(name, nbytes, nbytes, nbytes, begin, end)
-
-
-def peak(scratches: Iterable[Scratch]) -> tuple[int, int, int]:
-    """Largest sum of (low, bytes, high) over the stages of one call."""
-    rows = list(scratches)
-    best = (0, 0, 0)
-    for stage in {row.begin for row in rows}:
-        live = [r for r in rows if r.begin <= stage and (r.end is None or stage < r.end)]
-        best = max(
-            best,
-            (sum(r.low for r in live), sum(r.bytes for r in live), sum(r.high for r in live)),
-            key=lambda sums: sums[1],
-        )
-    return best
 
 
 def numel(shape: Shape) -> int:

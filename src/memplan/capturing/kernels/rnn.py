@@ -74,7 +74,7 @@ def reserve(rnn: Rnn) -> Scratch:
     much again, for what a newer release may keep.
     """
     if not rnn.training:
-        return exactly("rnn reserve", 0, end=None)
+        return exactly("rnn reserve", 0)
     unit = rnn.frames * rnn.hidden_size * rnn.directions * itemsize(rnn.dtype)
     between = max(rnn.layers - 1, 0)
     expected = unit * (_KEPT[rnn.mode] * rnn.layers + between)
@@ -82,7 +82,7 @@ def reserve(rnn: Rnn) -> Scratch:
         expected += unit // itemsize(rnn.dtype) // 8 * between + _ALIGNMENT
     low = unit * _GATES[rnn.mode] * rnn.layers
     high = expected + expected // 2 + MIB
-    return Scratch("rnn reserve", min(low, expected), expected, high, end=None)
+    return Scratch("rnn reserve", min(low, expected), expected, high)
 
 
 def workspace(rnn: Rnn) -> Scratch:
@@ -97,8 +97,8 @@ def workspace(rnn: Rnn) -> Scratch:
     return Scratch("rnn workspace", min(one_step, expected), expected, high)
 
 
-def dropout_state(sm_count: int, max_threads_per_sm: int = 2048) -> Scratch:
+def dropout_state(sm_count: int) -> Scratch:
     """Random state that a stack with dropout between its layers keeps for each device: one XORWOW
     generator of 48 bytes for each resident thread at most."""
-    most = sm_count * max_threads_per_sm * 48
-    return Scratch("rnn dropout state", 0, most // 2, most, end=None)
+    most = sm_count * 2048 * 48
+    return Scratch("rnn dropout state", 0, most // 2, most)

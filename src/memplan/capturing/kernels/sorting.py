@@ -8,7 +8,6 @@ from __future__ import annotations
 from memplan.capturing.kernels.calls import (
     INDEX_BYTES,
     OpCall,
-    cub_temporary,
     radix_sort_temporary,
     scan_temporary,
 )
@@ -23,25 +22,25 @@ def sort(call: OpCall) -> list[Scratch]:
     return _sort_rows(call, call.shape[dim], last=dim == len(call.shape) - 1)
 
 
-def _sort_rows(call: OpCall, length: int, *, last: bool, begin: int = 0) -> list[Scratch]:
+def _sort_rows(call: OpCall, length: int, *, last: bool) -> list[Scratch]:
     if length <= 4096:
         return []
-    rows, count, end = call.count // length, call.count, begin + 1
+    rows, count = call.count // length, call.count
     out = []
     if not last:
         # Values and indices are made with the sorted dimension innermost, then copied back.
-        out.append(exactly("values", count * call.itemsize, begin, end))
-        out.append(exactly("indices", count * INDEX_BYTES, begin, end))
+        out.append(exactly("values", count * call.itemsize))
+        out.append(exactly("indices", count * INDEX_BYTES))
     if rows == 1 or length >= 1_000_000:
-        out.append(exactly("initial indices", length * INDEX_BYTES, begin, end))
+        out.append(exactly("initial indices", length * INDEX_BYTES))
         temporary = radix_sort_temporary(length, call.itemsize, INDEX_BYTES)
     else:
         copies = 2 if rows < 128 else 1
-        out += [exactly(f"index pairs {i}", count * INDEX_BYTES, begin, end) for i in range(copies)]
+        out += [exactly(f"index pairs {i}", count * INDEX_BYTES) for i in range(copies)]
         if rows < 128:
-            out.append(exactly("sorted values", count * call.itemsize, begin, end))
+            out.append(exactly("sorted values", count * call.itemsize))
         temporary = radix_sort_temporary(count, call.itemsize, INDEX_BYTES)
-    return [*out, cub_temporary("sort temporary", temporary, begin, end)]
+    return [*out, temporary]
 
 
 def topk(call: OpCall) -> list[Scratch]:
@@ -51,7 +50,7 @@ def topk(call: OpCall) -> list[Scratch]:
         return [Scratch("topk counters", 0, 4096, MIB)]
     pairs = results * (call.itemsize + INDEX_BYTES)
     sort = radix_sort_temporary(results, call.itemsize, INDEX_BYTES)
-    return [exactly("sorted results", pairs), cub_temporary("sort temporary", sort)]
+    return [exactly("sorted results", pairs), sort]
 
 
 def unique(call: OpCall) -> list[Scratch]:
@@ -64,7 +63,7 @@ def unique(call: OpCall) -> list[Scratch]:
         out.append(exactly("sorted indices", call.count * INDEX_BYTES, 0, 2))
         out.append(exactly("inverse locations", call.count * INDEX_BYTES, 1, 2))
     sort = radix_sort_temporary(call.count, call.itemsize, value)
-    return [*out, cub_temporary("sort temporary", sort)]
+    return [*out, sort]
 
 
 def randperm(call: OpCall) -> list[Scratch]:
@@ -78,7 +77,7 @@ def randperm(call: OpCall) -> list[Scratch]:
         exactly("keys", n * key),
         exactly("sorted keys", n * key),
         exactly("range", n * INDEX_BYTES),
-        cub_temporary("sort temporary", sort),
+        sort,
     ]
 
 
@@ -98,7 +97,7 @@ def embedding_backward(call: OpCall) -> list[Scratch]:
         exactly("sorted_indices", indices * size, 0, 5),
         exactly("orig_indices", indices * size, 0, 5),
         exactly("range", indices * size),
-        cub_temporary("sort temporary", radix_sort_temporary(indices, size, size)),
+        radix_sort_temporary(indices, size, size),
         exactly("segment_offsets", indices * size, 1, 5),
         exactly("num_of_segments", 8, 1, 5),
         exactly("ones", indices * size, 1, 2),
@@ -127,5 +126,5 @@ def index_put(call: OpCall) -> list[Scratch]:
         exactly("sorted_indices", linear, 0, 2),
         exactly("orig_indices", linear, 0, 2),
         exactly("range", linear),
-        cub_temporary("sort temporary", radix_sort_temporary(count, INDEX_BYTES, INDEX_BYTES)),
+        radix_sort_temporary(count, INDEX_BYTES, INDEX_BYTES),
     ]

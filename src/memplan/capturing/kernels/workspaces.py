@@ -80,28 +80,19 @@ def cublaslt_workspace_bytes(capability: tuple[int, int], env: Mapping[str, str]
     return min(size, cublas) if shared else size
 
 
-def uses_cublaslt(
-    op: str,
+def addmm_uses_cublaslt(
     *,
-    mat1: Shape = (),
-    mat2: Shape = (),
-    bias: Shape = (),
-    bias_contiguous: bool = True,
-    beta: float = 1.0,
-    dtype: str = "float32",
-    in_place: bool = False,
-    env: Mapping[str, str] | None = None,
+    mat1: Shape,
+    mat2: Shape,
+    bias: Shape,
+    bias_contiguous: bool,
+    beta: float,
+    dtype: str,
+    env: Mapping[str, str],
 ) -> bool:
-    """True when a matrix product goes to cuBLASLt (`isInputCompliesAddmmCudaLt`).
-
-    The scaled and integer products always do; `addmm` does for a contiguous bias of one dimension,
-    a beta of 1, a real dtype and no dimension of size 1.
-    """
-    if op in ("aten._scaled_mm", "aten._int_mm"):
-        return True
-    if op not in ("aten.addmm", "aten._addmm_activation") or in_place:
-        return False
-    if (env or {}).get("DISABLE_ADDMM_CUDA_LT") == "1" or beta != 1.0 or not bias_contiguous:
+    """Whether a product with a bias goes to cuBLASLt (`isInputCompliesAddmmCudaLt`): for a
+    contiguous bias of one dimension, a beta of 1, a real dtype and no dimension of size 1."""
+    if env.get("DISABLE_ADDMM_CUDA_LT") == "1" or beta != 1.0 or not bias_contiguous:
         return False
     if dtype not in ("float64", "float32", "float16", "bfloat16"):
         return False

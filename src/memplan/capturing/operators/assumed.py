@@ -39,12 +39,11 @@ def assume_routing_map(state: CaptureState, op: str, chosen: FakeTensor, top_k: 
 
 
 def _say_assumed(state: CaptureState, op: str, options: int) -> None:
-    state.assumptions.add(
+    state.assume(
         "routing",
         f"choices among {options} options are "
         + ("spread evenly" if state.routing == "balanced" else "all the same"),
         op=op,
-        source=state.source(),
     )
 
 

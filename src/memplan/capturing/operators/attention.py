@@ -32,7 +32,6 @@ from memplan.types.errors import CaptureError
 
 aten = torch.ops.aten
 
-CUDA_VERSION = (13, 0)
 _HEAD_MULTIPLE = 8
 _MASK_MULTIPLE = 8
 _BACKENDS = {
@@ -204,7 +203,6 @@ class Attention:
             torch_version=version_tuple(torch.__version__),
             enabled=frozenset(name for name, on in switches.items() if on),
             priority=order or _priority(),
-            cuda_version=CUDA_VERSION,
             deterministic=torch.are_deterministic_algorithms_enabled()
             and not torch.is_deterministic_algorithms_warn_only_enabled(),
             cudnn_deprioritized=os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1",

@@ -35,12 +35,10 @@ def local_scalar(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _read_by_host(state: CaptureState, func: Any, *tensors: torch.Tensor) -> None:
     """Note an operator that allocates nothing, but whose answer decides what comes next."""
-    read = state.numbers(tensors)
-    if read:
-        builder = state.recorder.builder
-        builder.begin_op(str(func), reads=read, stream=state.recorder.stream)
+    if state.numbers(tensors):
+        state.begin_op(func, tensors)
         moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        builder.op_work(flops=0, moved_bytes=moved)
+        state.recorder.builder.op_work(flops=0, moved_bytes=moved)
 
 
 def equal(state: CaptureState, func: Any, args: Any, kwargs: Any) -> bool:
@@ -107,19 +105,17 @@ def read_back(state: CaptureState, source: FakeTensor) -> torch.Tensor:
         return value.clone()
     fill = 1 if source.dtype.is_floating_point else 0
     if source.numel() > 1 and source.dtype is torch.bool:
-        state.assumptions.add(
+        state.assume(
             "value",
             f"a mask read back to the host holds for {_share(state)} element",
             op=state.values.origin(source),
-            source=state.source(),
         )
         return _assumed_mask(source.shape, state.routing)
     if source.numel() > 1:
-        state.assumptions.add(
+        state.assume(
             "value",
             f"device values read back to the host are all {fill}",
             op=state.values.origin(source),
-            source=state.source(),
         )
     elif source.numel() == 1:
         fill = state.answers.scalar(source.dtype, state.values.origin(source))  # type: ignore[assignment]
@@ -153,7 +149,7 @@ def counted(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     if not least or state.values.of(named["self"]) is not None:
         return from_values(state, func, args, kwargs)
     text = "values that are counted lie below `minlength`"
-    state.assumptions.add("shape", text, op=str(func), source=state.source())
+    state.assume("shape", text, op=str(func))
     one = None if weights is None else torch.zeros(1, dtype=weights.dtype)
     result = func(torch.zeros(1, dtype=torch.int64), one, least)
     return _made(state, func, args, kwargs, result)
@@ -162,16 +158,11 @@ def counted(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
 def _made(state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
     """The result that `func` gives for known values of its arguments, on the device."""
     device = next(item.fake_device for item in args if isinstance(item, FakeTensor))
-    builder = state.recorder.builder
     if state.sizes.any:
         state.sizes.begin(args)
         if func is aten.nonzero.default:
             state.sizes.selects(args[0], result.shape[0])
-    builder.begin_op(
-        str(func),
-        reads=[state.number_of(t) for t in args if isinstance(t, FakeTensor)],
-        stream=state.recorder.stream,
-    )
+    state.begin_op(func, args)
     made = (
         [state.empty(item, device) for item in result]
         if isinstance(result, (tuple, list))
@@ -232,7 +223,7 @@ def values_of(state: CaptureState, func: Any, tensor: FakeTensor) -> torch.Tenso
         if below is not None and tensor.numel() > below:
             value, text = value % below, "integers that decide a shape are all that there can be"
         value = value.to(tensor.dtype)
-    state.assumptions.add("shape", text, op=str(func), source=state.source())
+    state.assume("shape", text, op=str(func))
     if tensor.untyped_storage().nbytes() == tensor.nbytes:  # of a view the rest stays unknown
         state.values.learn(tensor, value)
     if value.dtype is torch.bool:
@@ -307,7 +298,7 @@ def repeat_interleave(state: CaptureState, func: Any, args: Any, kwargs: Any) ->
     if kwargs.get("output_size") is not None or not isinstance(repeats, FakeTensor):
         return NotImplemented
     if state.values.of(repeats) is None:
-        state.assumptions.add("shape", "unknown repeats are 1", op=str(func), source=state.source())
+        state.assume("shape", "unknown repeats are 1", op=str(func))
         state.values.learn(repeats, torch.ones(repeats.shape, dtype=repeats.dtype))
     return from_values(state, func, args, kwargs)
 

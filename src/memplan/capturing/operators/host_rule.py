@@ -43,11 +43,10 @@ def run_on_host(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*host_args, **host_kwargs)
     except (RuntimeError, NotImplementedError):
         return NotImplemented
-    state.assumptions.add(
+    state.assume(
         "shape",
         "the result's shape was learnt from a run on the host with made-up values",
         op=str(func),
-        source=state.source(),
     )
     device = flat[0].fake_device
 
@@ -55,12 +54,7 @@ def run_on_host(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
         if not isinstance(item, torch.Tensor):
             return item
         state.refuse_sparse(item)
-        return state.fake_mode.dispatch(
-            aten.empty_strided.default,
-            (),
-            (tuple(item.size()), tuple(item.stride())),
-            {"dtype": item.dtype, "device": device},
-        )
+        return state.blank(item.size(), item.dtype, device, item.stride())
 
     return pytree.tree_map(fake, result)
 

@@ -29,7 +29,7 @@ from memplan.capturing.kernels.cudnn_norm import batch_norm_backend, batch_norm_
 from memplan.capturing.kernels.model import Scratch
 from memplan.capturing.kernels.reduction import reduction_scratch
 from memplan.capturing.kernels.scratch import SCRATCH, scratch_for
-from memplan.capturing.kernels.workspaces import BLAS_OPS, uses_cublaslt, workspace_requests
+from memplan.capturing.kernels.workspaces import BLAS_OPS, addmm_uses_cublaslt, workspace_requests
 from memplan.capturing.operators.operand_layout import (
     batch_norm_call,
     channels_last,
@@ -117,19 +117,16 @@ class KernelMemory:
         if not rows:
             return
         recorder = self.state.recorder
-        stages = sorted({row.begin for row in rows} | {row.end for row in rows if row.end})
+        stages = sorted({stage for row in rows for stage in (row.begin, row.end)})
         live: list[tuple[Scratch, int]] = []
         for stage in stages:
             for row, number in [item for item in live if item[0].end == stage]:
                 recorder.release(number, row.low, row.bytes, row.high, device)
                 live.remove((row, number))
             for row in rows:
-                # Scratch that lives with the outputs (a few bytes of random state) is not tracked.
-                if row.begin == stage and row.end is not None:
+                if row.begin == stage:
                     number = recorder.scratch(row.low, row.bytes, row.high, device, name=row.name)
                     live.append((row, number))
-        for row, number in live:
-            recorder.release(number, row.low, row.bytes, row.high, device)
 
     def scratch(self, state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Record what the rules of `kernels.scratch` say about an operator."""
@@ -186,8 +183,7 @@ class KernelMemory:
         lt = False
         if name in ("aten.addmm", "aten._addmm_activation") and len(tensors) >= 3:
             bias, mat1, mat2 = tensors[:3]
-            lt = uses_cublaslt(
-                name,
+            lt = addmm_uses_cublaslt(
                 mat1=mat1.shape,
                 mat2=mat2.shape,
                 bias=bias.shape,

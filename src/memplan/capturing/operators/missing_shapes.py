@@ -91,6 +91,7 @@ _KERNELS = {
     "batch_norm_elemt": like_first,
     "batch_norm_backward_reduce": batch_norm_backward_reduce,
     "batch_norm_backward_elemt": like_second,
+    "_ctc_loss_backward": like_second,
     "_standard_gamma_grad": like_first,
     "_dirichlet_grad": like_first,
     "multi_margin_loss_backward": like_second,

@@ -32,14 +32,8 @@ def in_place(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     if not all(isinstance(item, FakeTensor) and not known(item) for item in tensors):
         return NotImplemented
     factors = [item for item in args if isinstance(item, torch.Tensor)]  # such as a clipping one
-    written = [state.number_of(tensor) for tensor in args[0]]
-    builder = state.recorder.builder
-    builder.begin_op(
-        str(func),
-        reads=[n for n in map(state.number_of, [*tensors, *factors]) if n >= 0],
-        stream=state.recorder.stream,
-    )
-    builder.op_writes(number for number in written if number >= 0)
+    state.begin_op(func, [*tensors, *factors])
+    state.recorder.builder.op_writes(state.numbers(args[0]))
     return None
 
 

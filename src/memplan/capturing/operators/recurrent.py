@@ -147,7 +147,7 @@ class Recurrent:
     def flatten(self, state: CaptureState, func: Any, args: Any, kwargs: Any) -> FakeTensor:
         """All weights become views of one buffer; their own storages are freed."""
         weights: list[FakeTensor] = list(args[0])
-        state.recorder.builder.begin_op(str(func), reads=[], stream=state.recorder.stream)
+        state.begin_op(func, [])
         buffer = self._empty([sum(w.numel() for w in weights)], weights[0])
         state.recorder.builder.op_writes([state.record(buffer)])
         state.role_of(buffer, Role.PARAMETER)
@@ -161,7 +161,7 @@ class Recurrent:
         call = forward_call(args)
         batch_first = args[10] and not args[14]
         self.state.kernels["recurrent", "cudnn", f"{call.mode}, {call.dtype}"] += 1
-        self._begin(state, func, [x, hx, *weights])
+        state.begin_op(func, [x, hx, *weights])
         steps_first = x.transpose(0, 1) if batch_first else x
         copied = _copy_of("contiguous input", steps_first)
         width = (call.proj_size or call.hidden_size) * call.directions
@@ -187,7 +187,7 @@ class Recurrent:
         call = backward_call(args)
         batch_first = args[14] and not args[18]
         mask = args[21]
-        self._begin(state, func, [x, hx, output, *weights])
+        state.begin_op(func, [x, hx, output, *weights])
         given = [tensor.transpose(0, 1) if batch_first else tensor for tensor in (x, output)]
         scratch = [row for tensor in given for row in _copy_of("contiguous input", tensor)]
         if isinstance(grad_output, torch.Tensor):
@@ -220,25 +220,10 @@ class Recurrent:
             return self._empty([0], weights[0])
         return self._empty([count], weights[0])
 
-    def _begin(self, state: CaptureState, func: Any, tensors: list[Any]) -> None:
-        reads = [state.number_of(tensor) for tensor in tensors]
-        state.recorder.builder.begin_op(
-            str(func),
-            reads=[number for number in reads if number >= 0],
-            stream=state.recorder.stream,
-        )
-
     def _empty(
         self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype | None = None
     ) -> FakeTensor:
-        made: Any = self.state.fake_mode.dispatch(
-            aten.empty.memory_format,
-            (),
-            (list(shape),),
-            {"dtype": dtype or like.dtype, "device": like.device},
-        )
-        tensor: FakeTensor = made
-        return tensor
+        return self.state.blank(shape, dtype or like.dtype, like.device)
 
     def _views(self, buffer: FakeTensor, weights: Sequence[torch.Tensor]) -> list[Any]:
         parts = buffer.split([weight.numel() for weight in weights])

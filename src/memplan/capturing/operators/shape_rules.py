@@ -28,8 +28,7 @@ def grouped_mm(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     named = {name: value for name, value in kwargs.items() if name != "out_dtype"}
     shaped = state.fake_mode.dispatch(func, (), (*stand_ins, *args[2:]), named)
     builder = state.recorder.builder
-    reads = [state.number_of(tensor) for tensor in args[:2]]
-    builder.begin_op(str(func), reads=reads, stream=state.recorder.stream)
+    state.begin_op(func, args[:2])
     result = _empty(state, shaped, kwargs.get("out_dtype") or dtype)
     builder.op_writes([state.record(result)])
     flops = state.work.flops(func, args, kwargs, result)
@@ -55,16 +54,6 @@ def no_cudnn_ctc(state: CaptureState, func: Any, args: Any, kwargs: Any) -> bool
     """cuDNN's loss needs 32-bit targets on the host and blank 0 (`native/cudnn/LossCTC.cpp`). Its
     memory is not published, so PyTorch's own kernel is used in its place."""
     return False
-
-
-def ctc_loss(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """`native/cuda/LossCTC.cu`: the losses, and alpha for every frame and extended label."""
-    log_probs, lengths = args[0], args[3]
-    batch = log_probs.shape[1] if log_probs.dim() == 3 else 1
-    longest = max(_integers(state, lengths), default=0)
-    losses = run_fake(state, aten.new_empty.default, (log_probs, [batch]), {})
-    shape = [batch, log_probs.shape[0], 2 * longest + 1]
-    return losses, run_fake(state, aten.new_empty.default, (log_probs, shape), {})
 
 
 def least_squares(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
@@ -116,15 +105,6 @@ def install(patches: Patches, state: CaptureState) -> None:
     patches.set(torch, "ctc_loss", loss)
 
 
-def ctc_loss_backward(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """The gradient; the kernel's beta is scratch memory."""
-    gradient = run_fake(state, aten.empty_like.default, (args[1],), {})
-    observer = state.observers.get(func)
-    if observer is not None:
-        observer(state, func, args, kwargs, gradient)
-    return gradient
-
-
 def _integers(state: CaptureState, lengths: Any) -> list[int]:
     if not isinstance(lengths, torch.Tensor):
         return list(lengths)
@@ -140,20 +120,13 @@ def _integers(state: CaptureState, lengths: Any) -> list[int]:
 
 
 def _empty(state: CaptureState, like: torch.Tensor, dtype: torch.dtype) -> Any:
-    return state.fake_mode.dispatch(
-        aten.empty_strided.default,
-        (),
-        (tuple(like.size()), tuple(like.stride())),
-        {"dtype": dtype, "device": like.device},
-    )
+    return state.blank(like.size(), dtype, like.device, like.stride())
 
 
 HANDLERS: dict[Any, Handler] = {
     aten.linalg_lstsq.default: least_squares,
     aten._grouped_mm.default: grouped_mm,
     aten._thnn_fused_lstm_cell.default: lstm_cell,
-    aten._ctc_loss.default: ctc_loss,
-    aten._ctc_loss_backward.default: ctc_loss_backward,
     aten._use_cudnn_ctc_loss.default: no_cudnn_ctc,
     aten._use_miopen_ctc_loss.default: no_cudnn_ctc,
 }

@@ -121,7 +121,7 @@ def _coalesce(state: CaptureState, func: Any, args: Any, _kwargs: Any) -> Any:
         unique = torch.unique(known, dim=1).shape[1]
     else:
         text = "a sparse tensor's indices that are not known are all different"
-        state.assumptions.add("shape", text, op=str(func), source=state.source())
+        state.assume("shape", text, op=str(func))
     keys = _empty(state, indices, dims if dims == 1 else 1, nnz)
     order = [_empty(state, indices, nnz) for _ in range(2)]
     temporary = _empty(state, indices, 2, nnz)

@@ -141,15 +141,9 @@ class EngineMemory:
     def on_host(self, nbytes: int) -> torch.Tensor:
         """Page-locked memory of the host, as long as it is referred to."""
         state = self.state
-        made: Any = state.fake_mode.dispatch(
-            torch.ops.aten.empty.memory_format,
-            (),
-            ([nbytes],),
-            {"dtype": torch.uint8, "device": torch.device("cpu")},
-        )
+        made = state.blank([nbytes], torch.uint8, "cpu")
         state.host.pin(made)
-        tensor: torch.Tensor = made
-        return tensor
+        return made
 
     def _begins(self, what: str) -> None:
         with torch.no_grad():

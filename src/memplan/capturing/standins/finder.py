@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
@@ -326,6 +327,8 @@ class _Extensions:
         if package is None or not (installed(package) or self._standins.stands_in(package)):
             return None
         self._modules.append(fullname)
+        if fullname.endswith("softmax_cuda"):
+            return spec_from_file_location(fullname, PACKAGES / "apex_softmax.py")
         return _in_packages(fullname) or _empty(fullname)
 
     def _of_torch(

@@ -68,10 +68,8 @@ def _learn_tokens(state: CaptureState, config: Any, prompt: Any, tokens: Any) ->
     if asked is not None and not config.is_encoder_decoder and rows % len(asked) == 0:
         value[:, : asked.shape[1]] = asked.repeat_interleave(rows // len(asked), 0)
     state.values.learn(tokens, value)
-    state.assumptions.add(
-        "generation",
-        "generated texts have their greatest length: no token ends one early",
-        source=state.source(),
+    state.assume(
+        "generation", "generated texts have their greatest length: no token ends one early"
     )
 
 

@@ -29,8 +29,6 @@ from memplan.types.trace import Provenance
 if TYPE_CHECKING:
     from memplan.capturing.state import CaptureState
 
-aten = torch.ops.aten
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _OURS = (str(Path(__file__).parents[2]), contextlib.__file__)
@@ -77,17 +75,14 @@ def _bounded(nbytes: int, low: int, high: int) -> torch.Tensor:
     if state is None:
         return torch.empty(nbytes, dtype=torch.uint8)
     device = torch.device(state.device_type, 0) if state.device_type != "cpu" else "cpu"
-    made: Any = state.fake_mode.dispatch(
-        aten.empty.memory_format, (), ([nbytes],), {"dtype": torch.uint8, "device": device}
-    )
+    made = state.blank([nbytes], torch.uint8, device)
     builder, recorder = state.recorder.builder, state.recorder
     recorder.flush()
     state.context.locate(state.acting_for, recorder.stream)
     builder.begin_op(state.acting or "rule", stream=recorder.stream)
     number = recorder.track(made, 0, provenance=Provenance.RULE, low=low, high=high)
     builder.op_writes([number])
-    tensor: torch.Tensor = made
-    return tensor
+    return made
 
 
 class Rule:

@@ -19,6 +19,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -252,9 +253,10 @@ class Repeats:
         shape = output.size, output.stride
         whole = made.get(output.storage)
         if whole is None:
-            whole = self._empty(shape, output)
+            blank = partial(self.state.blank, dtype=output.dtype, device=output.device)
+            whole = blank(output.size, stride=output.stride)
             if output.offset or whole.untyped_storage().nbytes() != output.nbytes:
-                whole = self._empty(((output.nbytes // output.dtype.itemsize,), (1,)), output)
+                whole = blank((output.nbytes // output.dtype.itemsize,), stride=(1,))
             made[output.storage] = whole
             self.state.recorder.builder.op_writes([self.state.record(whole)])
             self.state.values.note_origin(whole, output.origin)
@@ -264,13 +266,6 @@ class Repeats:
             aten.as_strided.default, (), (whole, *shape, output.offset), {}
         )
         return part
-
-    def _empty(self, shape: tuple[tuple[int, ...], ...], output: _Output) -> FakeTensor:
-        options = {"dtype": output.dtype, "device": output.device}
-        made: FakeTensor = self.state.fake_mode.dispatch(
-            aten.empty_strided.default, (), shape, options
-        )
-        return made
 
 
 def _key_of(module: torch.nn.Module, args: Any, kwargs: Any) -> object:

@@ -135,9 +135,7 @@ def paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -
     state = running()
     if state is None:
         return torch.zeros(shape, dtype=dtype)
-    made: Any = state.fake_mode.dispatch(
-        torch.ops.aten.empty.memory_format, (), (list(shape),), {"dtype": dtype, "device": "cpu"}
-    )
+    made: Any = state.blank(shape, dtype, "cpu")
     state.assumptions.add(
         "paged", "states of paged optimizers are in unified memory, and counted on the host"
     )

@@ -6,6 +6,8 @@ log-sum-exp in fp32 and 16 bytes of random state; gradients of packed tensors co
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,34 +124,29 @@ def _call(packing: int, packed: tuple[torch.Tensor, ...], lengths: Any, options:
     )
 
 
-# The names of the options are written out where packages look for them (`inspect.signature`).
+@dataclass(frozen=True)
+class _PagedOptions(_Options):
+    block_table: torch.Tensor | None = None
 
 
+def _with(options: type[_Options]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    # Packages look for the names of the options (`inspect.signature`).
+    def sign(function: Callable[..., Any]) -> Callable[..., Any]:
+        given = inspect.signature(function).parameters.values()
+        tensors = [one for one in given if one.kind is one.POSITIONAL_OR_KEYWORD]
+        named = inspect.signature(options).parameters.values()
+        function.__signature__ = inspect.Signature([*tensors, *named])  # type: ignore[attr-defined]
+        return function
+
+    return sign
+
+
+@_with(_Options)
 def flash_attn_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any, **named: Any
 ) -> Any:
     """q, k, v of (batch, sequence, heads, head size)."""
-    options = _Options(
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
-    return _call(1, (q, k, v), None, options)
+    return _call(1, (q, k, v), None, _Options(*options, **named))
 
 
 def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *options: Any, **named: Any) -> Any:
@@ -162,6 +159,7 @@ def flash_attn_qkvpacked_func(qkv: torch.Tensor, *options: Any, **named: Any) ->
     return _call(3, (qkv,), None, _Options(*options, **named))
 
 
+@_with(_PagedOptions)
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -170,29 +168,12 @@ def flash_attn_varlen_func(
     cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    block_table: torch.Tensor | None = None,
+    *options: Any,
+    **named: Any,
 ) -> Any:
     """q, k, v of (tokens, heads, head size)."""
     lengths = _Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    options = _Options(
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
-    return _call(1, (q, k, v), lengths, options)
+    return _call(1, (q, k, v), lengths, _PagedOptions(*options, **named))
 
 
 def flash_attn_varlen_kvpacked_func(

@@ -60,24 +60,8 @@ class CommOverlapCore:
         )
 
 
-class CommOverlapBase(CommOverlapCore):
-    """Overlap with a ring or tree of NCCL's."""
-
-
-class CommOverlapP2PBase(CommOverlapCore):
-    """Overlap from neighbour to neighbour."""
-
-
-class CommOverlap(CommOverlapBase):
-    """Overlap with a ring or tree of NCCL's, as Python creates it."""
-
-
-class CommOverlapP2P(CommOverlapP2PBase):
-    """Overlap from neighbour to neighbour, as Python creates it."""
-
-
-class CommOverlapHelper(CommOverlapCore):
-    """Process groups of the overlap."""
+CommOverlapBase = CommOverlapP2PBase = CommOverlapHelper = CommOverlapCore
+CommOverlap = CommOverlapP2P = CommOverlapCore
 
 
 def get_cudnn_version() -> int:
@@ -110,9 +94,7 @@ def ubuf_built_with_mpi() -> bool:
     return False
 
 
-def nvte_built_with_cublasmp() -> bool:
-    """Wheels are not."""
-    return False
+nvte_built_with_cublasmp = ubuf_built_with_mpi
 
 
 def __getattr__(name: str) -> Any:

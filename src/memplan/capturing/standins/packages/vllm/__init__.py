@@ -166,11 +166,10 @@ class LLM:
         """Shorten texts to what the KV cache can hold at most: else training asks for less."""
         most = tokens_of(self._kv.high // self._engine.block_bytes)
         if self._kv.low < blocks_for(self._longest) * self._engine.block_bytes:
-            self._memory.state.assumptions.add(
+            self._memory.state.assume(
                 "engine",
                 "max_model_len is as long as the KV cache has room for: at most "
                 f"{min(most, self._longest):,} of the model's {self._longest:,} tokens",
-                source=self._memory.state.source(),
             )
         self._longest = min(most, self._longest)
 
@@ -191,11 +190,10 @@ class LLM:
                 f"engine. {_HELP}"
             )
         if engine.kv_bytes(engine.share).low < least:
-            self._memory.state.assumptions.add(
+            self._memory.state.assume(
                 "engine",
                 "vLLM's share of the card may be too small for the KV cache of one sequence of "
                 f"{self._longest:,} tokens: then it does not start",
-                source=self._memory.state.source(),
             )
 
     # What training loops call
@@ -274,10 +272,8 @@ class LLM:
         name = method if isinstance(method, str) else getattr(method, "__name__", "a function")
         if not isinstance(method, str) or ("weight" not in name and "param" not in name):
             state = self._memory.state
-            state.assumptions.add(
-                "engine",
-                f"what {name} does in the engine is taken to need nothing of the card",
-                source=state.source(),
+            state.assume(
+                "engine", f"what {name} does in the engine is taken to need nothing of the card"
             )
         return [None]
 
@@ -389,10 +385,9 @@ def _block_bytes(sizes: ModelSizes, kv_cache_dtype: str) -> int:
 
 
 def _assume(state: CaptureState, share: float) -> None:
-    state.assumptions.add(
+    state.assume(
         "engine",
         f"vLLM {__version__} fills its share of the card, {share:g}; how it divides it among KV "
         "cache, activations and CUDA graphs is a rule, not measured here; the time that it "
         "generates is not counted",
-        source=state.source(),
     )

@@ -1,7 +1,0 @@
-"""Stand-in for Apex's `generic_scaled_masked_softmax_cuda`."""
-
-from __future__ import annotations
-
-from memplan.capturing.standins.kernels.apex_softmax import functions
-
-forward, backward, get_batch_per_block = functions("generic_scaled_masked_softmax_cuda")
