@@ -245,6 +245,7 @@ class _Finder:
         return min(routes, key=lambda route: route.end.needed)
 
     def _first_route(self, base: State) -> _Route:
+        self._search.say("looking for a plan", _USUAL_CAPTURES, once_begun=True)
         if base is not self._first:
             try:
                 return self._route(base)
