@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.estimation import estimate
-from memplan.estimation.interval import margin_bytes
+from memplan.estimation.interval import Interval, margin_bytes
+from memplan.estimation.width import why_wide
 from memplan.simulate import AllocatorSettings, simulate
 from memplan.types.device import find_profile
 from memplan.types.estimate import Estimate
@@ -374,6 +378,13 @@ def test_a_capture_on_cpu_kernels_has_a_wider_interval() -> None:
 def test_a_wide_interval_is_explained(op: str, workspace: tuple[int, int, int], why: str) -> None:
     answer = estimate(training_job(workspace=workspace, op=op), find_profile("a100-80gb"))
     assert [note for note in answer.notes if "wide" in note] == [f"The range is wide because {why}"]
+
+
+def test_what_is_uncertain_by_a_little_explains_no_wide_interval() -> None:
+    wide = cast(Interval, SimpleNamespace(reserved=(512 * MIB, 1024 * MIB, 1536 * MIB)))
+    sizes = [(0, 4096, 8192), (0, 4096, 2 * MIB)]
+    found = [why_wide(training_job(workspace=one, op="aten.mm.default"), wide) for one in sizes]
+    assert found[0] == [] and "between nothing and 2 MiB" in found[1][0]
 
 
 def test_a_narrow_interval_needs_no_explanation() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
@@ -136,6 +137,23 @@ def test_state_that_moves_quickly_goes_to_the_host_before_anything_is_recomputed
     fitted = run(program, quick)
     tried = [plan for _, plan in quick.asked if plan is not None]
     assert fitted.answer.fits and tried[0].state is None and tried[0].recompute is not None
+
+
+def test_little_state_is_not_captured_on_the_host(program: ScriptTarget) -> None:
+    chain = job("1250MiB", moves_state=True, flops=10**15, weight=MIB // 4)
+    assert "recompute" in run(program, chain).answer.levers_tried
+    assert all(plan is None or plan.state is None for _, plan in chain.asked)
+
+
+def test_progress_names_recomputation_after_a_lever_that_did_not_help(
+    program: ScriptTarget,
+) -> None:
+    said: list[str] = []
+    chain = job("2600MiB", flops=10**15)
+    assert fit(program, chain.profile, chain, Greedy(), said.append).answer.fits
+    stages = [stage for stage, _ in groupby(text.partition(" (")[0] for text in said)]
+    looks, tries = "looking for a plan", "trying optimizer state on the host"
+    assert stages[1:4] == [looks, tries, looks]
 
 
 @pytest.mark.parametrize("allow", ["exact", "rounding", "numbers"])

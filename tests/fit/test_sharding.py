@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from memplan.capturing.options import ScriptTarget
@@ -21,7 +22,7 @@ from memplan.fit.state import Job, MoreNodes, State, first_state
 from memplan.fit.what_if import with_less
 from memplan.types.device import find_profile
 from memplan.types.plan import OrderPart, Plan, StatePart
-from memplan.types.trace import Communicator
+from memplan.types.trace import Communicator, Role
 from memplan.worker.captures import Captured
 from tests.estimation.jobs import MIB, training_job
 from tests.fit.chain_job import ChainProgram, capturing, not_captured
@@ -99,6 +100,21 @@ def test_state_that_is_sharded_is_not_sharded_once_more(tmp_path: Path, collecti
     assert any("sharded_optimizer" in one or "GPUs" in one for one in said) == (
         collective == "all_reduce"
     )
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_nothing_is_said_of_an_optimizer_that_a_job_does_not_have(
+    tmp_path: Path, steps: bool
+) -> None:
+    before = state(script(tmp_path, ""), {1: 64})
+    captured, trace = before.captured, before.captured.trace
+    if not steps:
+        less = with_less(trace, trace.storages.role == Role.OPTIMIZER_STATE, 0, 1)
+        roles = np.where(less.storages.role == Role.OPTIMIZER_STATE, 0, less.storages.role)
+        trace = replace(less, storages=replace(less.storages, role=roles))
+    job = replace(before, captured=replace(captured, trace=trace))
+    _, tried = nearest_changes(job, job, job)
+    assert ("no optimizer state was seen on the card that could be sharded" in tried) != steps
 
 
 SWITCHES = """

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from memplan.phases import find_steps, plain_peak, step_graph, step_graphs
-from memplan.phases.passes import differentiated_bytes, passes_overlap
+from memplan.phases.passes import differentiated_bytes, passes_overlap, reads_twice
 from memplan.phases.roots import root_names
 from memplan.phases.step_graph import alive_rows
 from memplan.recompute.evaluate import Evaluator
@@ -447,6 +447,23 @@ def test_passes_that_overlap() -> None:
     accumulating = record(training(mlp, (512, 64), micro_batches=3))
     assert not passes_overlap(accumulating)
     assert not any(map(differentiated_bytes, (overlapping, accumulating)))
+    assert not any(map(reads_twice, (overlapping, accumulating)))
+
+
+def test_a_graph_that_two_backwards_go_through() -> None:
+    def job() -> None:
+        body, one, other = mlp().to("cuda"), nn.Linear(64, 2).cuda(), nn.Linear(64, 3).cuda()
+        optimizer = torch.optim.SGD([*body.parameters(), *one.parameters()], 0.1)
+        for _ in range(4):
+            features = body(torch.randn(512, 64, device="cuda"))
+            losses = one(features).sum(), other(features).sum()
+            losses[0].backward(retain_graph=True)
+            losses[1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    trace = record(job)
+    assert passes_overlap(trace) and reads_twice(trace)
 
 
 def test_a_gradient_that_is_differentiated() -> None:

@@ -37,7 +37,7 @@ def fit_ranks(seen: SeenRanks, fit_rank: Callable[[int], Fitted]) -> tuple[Fit, 
             break
         plans.update(dict.fromkeys(ranks, fitted.plan))
     place = max(range(len(rows)), key=lambda n: (not rows[n].fits, rows[n].added_seconds))
-    why = "the one whose plan adds most time" if plans else "which does not fit"
+    why = "the one whose plan adds most seconds to a step" if plans else "which does not fit"
     answer = msgspec.structs.replace(
         answers[place],
         ranks=rows,

@@ -26,16 +26,17 @@ _NOT_COMPILED = "a graph that could not be compiled here was captured as eager"
 
 
 def why_wide(trace: Trace, interval: Interval) -> list[str]:
-    """One sentence that explains a wide interval; none when it is narrow."""
+    """One sentence that explains a wide interval; none when it is narrow, or no single
+    request is uncertain by 1 MiB."""
     low, expected, high = interval.reserved
     spread = high - low - 2 * margin_bytes(expected, trace.meta.method)
     if spread <= _WIDE * expected:
         return []
-    causes = _causes(trace)
-    if not causes:
-        return []
     # The cause that moves the peak most is taken to be the one with the largest single request.
+    causes = {"": (0, 0)} | _causes(trace)
     text, (least, most) = max(causes.items(), key=lambda cause: cause[1][1] - cause[1][0])
+    if most - least < _MIB:
+        return []
     return [
         f"The range is wide because {text}: the largest takes between {_size(least)} and "
         f"{_size(most)}."

@@ -30,7 +30,7 @@ from memplan.fit.regions import RegionSearch
 from memplan.fit.search import Progress, Search
 from memplan.fit.state import Job, MoreNodes, State, first_state
 from memplan.phases import step_graph
-from memplan.phases.passes import differentiated_bytes, passes_overlap
+from memplan.phases.passes import differentiated_bytes, passes_overlap, reads_twice
 from memplan.report.text import format_bytes
 from memplan.types.device import DeviceProfile
 from memplan.types.errors import NoAnswerError, UsageError
@@ -97,6 +97,13 @@ _PIPELINED = (
     "a backward comes in parts. "
     "torch.utils.checkpoint around each layer, written into the script, would do it, and smaller "
     "micro-batches need less."
+)
+
+_RETAINED = (
+    "Nothing can be recomputed or sent to the host: a backward pass goes through a graph that an "
+    "earlier one has gone through (retain_graph=True), and needs what that one kept. One backward "
+    "of the sum of the losses gives the same gradients up to rounding, and recomputation can then "
+    "help."
 )
 
 
@@ -238,6 +245,7 @@ class _Finder:
         return min(routes, key=lambda route: route.end.needed)
 
     def _first_route(self, base: State) -> _Route:
+        self._search.say("looking for a plan", _USUAL_CAPTURES, once_begun=True)
         if base is not self._first:
             try:
                 return self._route(base)
@@ -356,7 +364,9 @@ def _why_kept(trace: Trace, droppable: bool) -> str:
             f"{format_bytes(nbytes)} that autograd keeps for gradients that are differentiated "
             "themselves (create_graph=True) are neither recomputed nor sent to the host."
         )
-    return "" if droppable or not passes_overlap(trace) else _PIPELINED
+    if droppable or not passes_overlap(trace):
+        return ""
+    return _RETAINED if reads_twice(trace) else _PIPELINED
 
 
 def _not_allowed(limits: Limits) -> list[str]:

@@ -13,7 +13,7 @@ from memplan.types.estimate import Estimate
 from memplan.types.trace import Trace
 
 EXPANDABLE = "expandable_segments:True"
-_WORTH = 0.01
+WORTH = 0.01
 """Part of the peak below which a lever is not worth a part of the plan."""
 _EXACT_TO = 0.004
 """The precision of `least_card`, as a fraction of the card's memory."""
@@ -52,7 +52,7 @@ def judge(trace: Trace, profile: DeviceProfile, known: Estimate | None = None) -
 
 def lowers(before: Verdict, after: Verdict) -> bool:
     """Whether the high bound is lower by enough to be worth a lever."""
-    return after.estimate.high_bytes < (1 - _WORTH) * before.estimate.high_bytes
+    return after.estimate.high_bytes < (1 - WORTH) * before.estimate.high_bytes
 
 
 def least_card(trace: Trace, profile: DeviceProfile, verdict: Verdict) -> int:

@@ -198,7 +198,7 @@ def _sharded(base: State, lowest: State) -> tuple[Change | None, str]:
     """The fewest GPUs over which the optimizer's state has to be spread, without recomputation
     where that is enough."""
     if not (base.captured.trace.storages.role == Role.OPTIMIZER_STATE).any():
-        return None, "the optimizer keeps no state that could be sharded"
+        return None, "no optimizer state was seen on the card that could be sharded"
     states = [base] if lowest is base else [base, lowest]
     for gpus in _GPUS:
         for state in states:

@@ -65,8 +65,9 @@ class Search:
 
     def say(self, text: str, captures: int, *, once_begun: bool = False) -> None:
         """What is tried now, and how many captures that usually takes. `once_begun`: not shown
-        before one of them begins, for there may be nothing to try."""
-        self._text, self._expected, self._shown = text, captures, False
+        before one of them begins, for there may be nothing to try, nor twice."""
+        self._shown &= once_begun and text == self._text
+        self._text, self._expected = text, captures
         if not once_begun:
             self._show()
 

@@ -13,7 +13,7 @@ import msgspec
 from memplan import __version__
 from memplan.capturing.options import ScriptTarget
 from memplan.fit.answer import Attempt, Lever
-from memplan.fit.judge import Verdict, judge, least_card, lowers
+from memplan.fit.judge import WORTH, Verdict, judge, least_card, lowers
 from memplan.fit.search import Found, Search
 from memplan.phases import find_steps, request_signature, step_graphs
 from memplan.types.device import DeviceProfile
@@ -89,10 +89,11 @@ class State:
 
     def shares_for_host(self, total: int, missing: int) -> tuple[float, float]:
         """Of `total` bytes that may go to the host, with `missing` too many on the card: the share
-        to begin with, 0 for none, and the largest that the host has room for."""
+        to begin with, 0 where it is too little to be worth a lever, and the largest that the host
+        has room for."""
         most = self.host_left
         largest = 1.0 if most is None or not total else min(1.0, most / total)
-        if not total or not largest:
+        if total < WORTH * self.verdict.estimate.high_bytes or not largest:
             return 0.0, largest
         share = _CAUTION * missing / total
         return min(largest, share if 0 < share <= _MOSTLY else 1.0), largest

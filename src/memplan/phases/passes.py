@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -152,6 +153,31 @@ def passes_overlap(trace: Trace) -> bool:
         own += int(size[gone[gone < one.last_event]].sum())
         later += int(size[gone[gone >= one.last_event]].sum())
     return later > own
+
+
+def reads_twice(trace: Trace) -> bool:
+    """Whether a step's later backward passes mostly read what the backward of its own pass has read
+    before, as where two losses go back through one graph (`retain_graph=True`).
+
+    Raises as `step_passes`.
+    """
+    ops, events = trace.ops, trace.events
+    found = step_passes(trace).passes
+    size = np.zeros(len(trace.storages), np.int64)
+    twice = once = 0
+    for one, later in pairwise(found):
+        backward = int(ops.event[one.backward])
+        made = _of_kind(trace, EventKind.ALLOC, one.first_event, backward)
+        size[:] = 0
+        size[events.storage[made]] = events.bytes[made]
+        own, after = (
+            np.unique(ops.reads[ops.reads_start[p.backward] : ops.reads_start[stop]])
+            for p, stop in ((one, one.stop), (later, found[-1].stop))
+        )
+        both = np.isin(after, own)
+        twice += int(size[after[both]].sum())
+        once += int(size[after[~both]].sum())
+    return twice > once
 
 
 def differentiated_bytes(trace: Trace) -> int:

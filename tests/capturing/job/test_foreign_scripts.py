@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -193,6 +195,22 @@ def test_an_error_in_a_package_says_where(tmp_path: Any, monkeypatch: pytest.Mon
         capture_script(target, CaptureOptions(profile=find_profile("h100")))
     assert str(caught.value).startswith("elsewhere/train.py:3: the script raised ValueError: no")
     assert len(str(caught.value)) < 500
+
+
+def test_regions_that_torchvision_pools(tmp_path: Path) -> None:
+    """In a process of its own: torchvision was imported here outside a capture."""
+    pytest.importorskip("torchvision")
+    (tmp_path / "train.py").write_text(
+        "import torch\nfrom torchvision.ops import roi_align\n"
+        "x = torch.randn(2, 8, 32, 32, device='cuda', requires_grad=True)\n"
+        "boxes = torch.tensor([[0.0, 0, 0, 9, 9], [1, 2, 2, 8, 8]], device='cuda')\n"
+        "roi_align(x, boxes, 5).sum().backward()\n"
+        "print(x.grad.shape)\n"
+    )
+    words = [sys.executable, "-m", "memplan", "estimate", "--gpu", "24GiB", "train.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "torch.Size([2, 8, 32, 32])" in done.stderr
 
 
 def test_boxes_that_torchvision_keeps() -> None:

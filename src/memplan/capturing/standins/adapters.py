@@ -18,6 +18,35 @@ if TYPE_CHECKING:
     from memplan.capturing.training.ending import Ending
 
 _NMS = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+_POOL = "Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width"
+_ARGMAX = _POOL.replace(",", ", Tensor argmax,", 1)
+_SIZE = "SymInt batch_size, SymInt channels, SymInt height, SymInt width"
+_RATIO = ", int sampling_ratio"
+_CONV = (
+    "Tensor weight, Tensor offset, Tensor mask, Tensor bias, SymInt stride_h, SymInt stride_w, "
+    "SymInt pad_h, SymInt pad_w, SymInt dilation_h, SymInt dilation_w, SymInt groups, "
+    "SymInt offset_groups, bool use_mask"
+)
+_OPERATORS = (
+    "nms" + _NMS,
+    "qnms" + _NMS,
+    "_cuda_version() -> int",
+    f"roi_align(Tensor input, {_POOL}{_RATIO}, bool aligned) -> Tensor",
+    f"_roi_align_backward(Tensor grad, {_POOL}, {_SIZE}{_RATIO}, bool aligned) -> Tensor",
+    "qroi_align(Tensor input, Tensor rois, float input_scale, int input_zero_point, float "
+    "rois_scale, int rois_zero_point, float spatial_scale, int pooled_height, int pooled_width, "
+    "int sampling_ratio, bool aligned) -> Tensor",
+    f"roi_pool(Tensor input, {_POOL}) -> (Tensor, Tensor)",
+    f"_roi_pool_backward(Tensor grad, {_ARGMAX}, {_SIZE}) -> Tensor",
+    f"ps_roi_align(Tensor input, {_POOL}{_RATIO}) -> (Tensor, Tensor)",
+    f"_ps_roi_align_backward(Tensor grad, {_ARGMAX}{_RATIO}, {_SIZE}) -> Tensor",
+    f"ps_roi_pool(Tensor input, {_POOL}) -> (Tensor, Tensor)",
+    f"_ps_roi_pool_backward(Tensor grad, {_ARGMAX}, {_SIZE}) -> Tensor",
+    f"deform_conv2d(Tensor input, {_CONV}) -> Tensor",
+    "_deform_conv2d_backward(Tensor grad, Tensor input, "
+    f"{_CONV}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+"""What torchvision's binary defines, and gives shapes and gradients of in Python."""
 
 
 @functools.cache
@@ -36,13 +65,15 @@ def make_torchvision_importable() -> torch.library.Library | None:
     if binaries and _loads(binaries[0]):
         return None
     library = torch.library.Library("torchvision", "FRAGMENT")
-    library.define("nms" + _NMS)
-    library.define("qnms" + _NMS)
+    for schema in _OPERATORS:
+        library.define(schema)
+    library.impl("_cuda_version", lambda: -1, "CompositeExplicitAutograd")
     return library
 
 
-def _there() -> None:
+def _has_ops() -> bool:
     """A function of a module, since TorchScript compiles it with what calls it."""
+    return True
 
 
 def _loads(binary: Path) -> bool:
@@ -93,10 +124,10 @@ def adapters(patches: Patches, ending: Ending) -> dict[str, Adapter]:
 
         patches.set(loop, "_should_check_val_fx", evaluates)
 
-    def boxes(module: types.ModuleType) -> None:
-        # It looks for its operators before it calls the one that there is a rule for.
+    def torchvision(module: types.ModuleType) -> None:
+        # It asks before it registers the shapes of its operators, and before it calls one.
         if make_torchvision_importable() is not None:
-            patches.set(module, "_assert_has_ops", _there)
+            patches.set(module, "_has_ops", _has_ops)
 
     def torchaudio(module: types.ModuleType) -> None:
         # One built for CUDA cannot load its operators beside a CPU build of PyTorch and then fails
@@ -117,7 +148,7 @@ def adapters(patches: Patches, ending: Ending) -> dict[str, Adapter]:
         "lightning.pytorch.loops.training_epoch_loop": lightning,
         "pytorch_lightning.loops.training_epoch_loop": lightning,
         "torchaudio._extension.utils": torchaudio,
-        "torchvision.ops.boxes": boxes,
+        "torchvision.extension": torchvision,
         "transformers.utils.import_utils": transformers,
         "transformers.trainer_callback": trainer,
     }
