@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from memplan.capturing.training.plain_loops import with_turns
+from memplan.capturing.training import plain_loops
+from memplan.capturing.training.plain_loops import PlainLoops, with_turns
 from memplan.types.trace import Phase, Role, Trace
 from tests.capturing.training.scripts import HEAD, run
 
@@ -106,6 +107,20 @@ def test_a_turn_that_goes_on_and_on_is_stopped(tmp_path: Path) -> None:
     body = f"for epoch in range(2):\n    list(map(lambda _: ({step}), iter(int, 1)))\n"
     trace = run(tmp_path, body)
     assert 3 < trace.meta.optimizer_steps < 32
+
+
+def test_deeply_nested_syntax_runs_as_it_is(tmp_path: Path) -> None:
+    long = " + ".join(["'a'"] * 800)
+    assert run(tmp_path, f"text = {long}\n{STEP}\n{STEP}\n{STEP}\n").meta.optimizer_steps == 3
+
+
+def test_a_loop_around_the_capture_goes_on() -> None:
+    around = plain_loops._turns(range(3))
+    loops = PlainLoops()
+    assert [loops.end() for _ in around or ()] == [False] * 3
+    own = plain_loops._turns(range(3))
+    assert loops.end()
+    assert list(own or ()) == []
 
 
 def test_other_loops_are_compiled_as_they_are() -> None:
