@@ -109,6 +109,27 @@ def test_a_turn_that_goes_on_and_on_is_stopped(tmp_path: Path) -> None:
     assert 3 < trace.meta.optimizer_steps < 32
 
 
+def test_compiled_loops_are_one_graph(tmp_path: Path) -> None:
+    body = f"""
+def step(x):
+    return x.sin()
+@torch.compile(fullgraph=True)
+def compiled(x):
+    for _ in range(2):
+        x = step(x)
+    times = 0
+    while times < 2:
+        x, times = step(x), times + 1
+    return x
+for turn in range(1000):
+    compiled(torch.randn(4, device="cuda"))
+    {STEP}
+"""
+    trace = run(tmp_path, body)
+    assert trace.meta.optimizer_steps <= 6
+    assert not trace.meta.assumptions
+
+
 def test_deeply_nested_syntax_runs_as_it_is(tmp_path: Path) -> None:
     long = " + ".join(["'a'"] * 800)
     assert run(tmp_path, f"text = {long}\n{STEP}\n{STEP}\n{STEP}\n").meta.optimizer_steps == 3
