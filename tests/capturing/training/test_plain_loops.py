@@ -78,6 +78,16 @@ for step in range(50):
     assert (of_state & (events.bytes == pair)).sum() >= 2 * 7, "the whole history"
 
 
+def test_an_optimizer_that_never_steps_is_followed_once(tmp_path: Path) -> None:
+    body = (
+        "unused = torch.optim.Rprop(model.parameters())\n"
+        f"{TRAINS}for turn in range(1000):\n    train(4, 1000)\n"
+    )
+    trace = run(tmp_path, body)
+    assert trace.meta.optimizer_steps <= 2 * 3 + 3
+    assert "trainings" not in {one.kind for one in trace.meta.assumptions}
+
+
 def test_a_loop_of_another_file(tmp_path: Path) -> None:
     (tmp_path / "engine.py").write_text(
         "def fit(step):\n    for number in range(10_000):\n        step()\n"
