@@ -154,8 +154,14 @@ def test_a_loop_around_the_capture_goes_on() -> None:
     assert list(own or ()) == []
 
 
-def test_other_loops_are_compiled_as_they_are() -> None:
-    source = "for row in rows:\n    total += read(row)\nwhile total:\n    total = half(total)\n"
+@pytest.mark.parametrize(
+    "source",
+    [
+        "for row in rows:\n    total += read(row)\nwhile total:\n    total = half(total)\n",
+        "@njit(cache=True)\ndef f(env):\n    for _ in range(9):\n        step(env)\n",
+    ],
+)
+def test_other_loops_are_compiled_as_they_are(source: str) -> None:
     assert ast.dump(with_turns(ast.parse(source))) == ast.dump(ast.parse(source))
 
 

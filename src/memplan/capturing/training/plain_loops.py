@@ -154,6 +154,11 @@ def with_turns(tree: ast.Module) -> ast.Module:
         return name in training or (of_others and name not in own)
 
     class WithTurns(ast.NodeTransformer):
+        def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+            # Numba compiles bytecode, and knows no function of ours.
+            jitted = any("jit" in ast.unparse(one) for one in node.decorator_list)
+            return node if jitted else self.generic_visit(node)
+
         def visit_For(self, node: ast.For) -> ast.AST:
             self.generic_visit(node)
             if any(map(may_train, _called(*node.body))):
