@@ -107,7 +107,7 @@ def test_what_fails_after_a_loop_is_an_assumption(tmp_path: Path) -> None:
     body = f"losses = []\nfor step in range(100):\n    {STEP}\n    losses.append(0)\nlosses[50]\n"
     trace = run(tmp_path, body)
     (assumption,) = [one for one in trace.meta.assumptions if one.kind == "ending"]
-    assert "IndexError" in assumption.text
+    assert "its training was cut short the script raised IndexError" in assumption.text
     line = HEAD.count("\n") + 5
     assert assumption.source.endswith(f"train.py:{line}")
 
