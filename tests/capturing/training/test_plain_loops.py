@@ -56,7 +56,9 @@ def test_those_that_need_no_more_are_left(tmp_path: Path) -> None:
     body = (
         TRAINS + "n = 0\nfor rows in range(1000):\n    train(4, 1000)\n    n += 1\nassert n == 4\n"
     )
-    assert run(tmp_path, body).meta.optimizer_steps == 3 + 3
+    trace = run(tmp_path, body)
+    assert trace.meta.optimizer_steps == 3 + 3
+    assert not trace.meta.assumptions, "the script's own assertion holds"
 
 
 def test_another_kind_of_optimizer_is_followed(tmp_path: Path) -> None:
