@@ -106,8 +106,9 @@ def test_a_program_named_in_another_way(
 def test_a_folder_is_no_script(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is a directory"):
         check_program(script(str(tmp_path)), "usage")
-    with pytest.raises(UsageError, match="no script"):
+    with pytest.raises(UsageError, match="no script") as caught:
         check_program(script(str(tmp_path / "no" / "train.py")), "usage")
+    assert "does not exist" in caught.value.hint
 
 
 @pytest.mark.parametrize("name", ["nosuchmodule", "no-such", "..relative", ""])

@@ -238,13 +238,13 @@ def _script_failed(
 def _assume_nothing_follows(
     session: CaptureSession, error: BaseException, target: ScriptTarget
 ) -> None:
-    """The training was seen, and then its data loaders ran dry: a script that counts what they gave
-    may well stumble over it."""
+    """The training was seen, and then its data loaders ran dry or its loop ended: a script that
+    counts what they gave may well stumble over it."""
     detail = short_message(error)
     session.state.assumptions.add(
         "ending",
-        f"after its epoch was cut short the script raised {type(error).__name__}: {detail}; what "
-        "comes after that was not seen and is taken to need no more",
+        f"after its training was cut short the script raised {type(error).__name__}: {detail}; "
+        "what comes after that was not seen and is taken to need no more",
         source=place_of(error) or target.name,
     )
 

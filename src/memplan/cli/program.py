@@ -97,7 +97,9 @@ def _check_script(path: Path) -> None:
     hint = ", ".join(str(path.parent / f"{name}.py") for name in near)
     if not hint:
         hint = f"a script in {path.parent.resolve()}, or -m MODULE"
-        if not path.suffix:
+        if not path.parent.is_dir():
+            hint = f"another folder: {path.parent} does not exist"
+        elif not path.suffix:
             hint += f"; if {path} is a program that starts one, what it starts: python train.py"
     raise UsageError(f"no script {path}", hint)
 

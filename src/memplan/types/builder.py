@@ -274,13 +274,13 @@ class TraceBuilder:
                 from_host.update(writes)
             if not from_gradients.intersection(reads):
                 continue
-            if columns["call"][op] >= 0:  # within a module
-                if phase == Phase.FORWARD:
-                    return after
-            elif not in_place:
-                after = op + 1
-            elif any(0 <= number < oldest for number in writes):
+            within = columns["call"][op] >= 0  # a module
+            if within and phase == Phase.FORWARD:
+                return after
+            if in_place and any(0 <= number < oldest for number in writes):
                 updated, after = True, op + 1
+            elif not (in_place or within):
+                after = op + 1
             from_gradients.update(writes)
         return after if updated else None
 

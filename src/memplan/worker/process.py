@@ -145,6 +145,7 @@ def wait_for_any(processes: Sequence[WorkerProcess]) -> WorkerProcess:
 
 
 def all_of(file: IO[bytes] | None) -> bytes:
+    """What a process has written to a file, from its beginning; nothing for None."""
     if file is None:
         return b""
     file.seek(0)

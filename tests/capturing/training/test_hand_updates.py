@@ -86,6 +86,26 @@ def test_a_step_is_whole(update: Callable[[nn.Module], None], micro: int) -> Non
     assert "no optimizer of PyTorch's" in updates_in_backward(trace).reason
 
 
+class UpdatesItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> None:
+        self.inner(x).sum().backward()
+        below_no_grad(self.inner)
+        self.inner.zero_grad()
+
+
+def test_a_module_that_updates_itself() -> None:
+    def job() -> None:
+        module = UpdatesItself().cuda()
+        for _ in range(2):
+            module(torch.randn(16, 64, device="cuda"))
+
+    assert record(job).meta.optimizer_steps == 2
+
+
 def on_the_host(model: nn.Module, back: str = "cpu") -> None:
     """As `scipy.optimize.minimize` has it: gradients go to the host, weights come back."""
     for p in model.parameters():

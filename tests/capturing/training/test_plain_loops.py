@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from memplan.capturing.training.plain_loops import with_turns
+from memplan.capturing.training import plain_loops
+from memplan.capturing.training.plain_loops import PlainLoops, with_turns
 from memplan.types.trace import Phase, Role, Trace
 from tests.capturing.training.scripts import HEAD, run
 
@@ -55,7 +56,9 @@ def test_those_that_need_no_more_are_left(tmp_path: Path) -> None:
     body = (
         TRAINS + "n = 0\nfor rows in range(1000):\n    train(4, 1000)\n    n += 1\nassert n == 4\n"
     )
-    assert run(tmp_path, body).meta.optimizer_steps == 3 + 3
+    trace = run(tmp_path, body)
+    assert trace.meta.optimizer_steps == 3 + 3
+    assert not trace.meta.assumptions, "the script's own assertion holds"
 
 
 def test_another_kind_of_optimizer_is_followed(tmp_path: Path) -> None:
@@ -77,6 +80,16 @@ for step in range(50):
     assert (of_state & (events.bytes == pair)).sum() >= 2 * 7, "the whole history"
 
 
+def test_an_optimizer_that_never_steps_is_followed_once(tmp_path: Path) -> None:
+    body = (
+        "unused = torch.optim.Rprop(model.parameters())\n"
+        f"{TRAINS}for turn in range(1000):\n    train(4, 1000)\n"
+    )
+    trace = run(tmp_path, body)
+    assert trace.meta.optimizer_steps <= 2 * 3 + 3
+    assert "trainings" not in {one.kind for one in trace.meta.assumptions}
+
+
 def test_a_loop_of_another_file(tmp_path: Path) -> None:
     (tmp_path / "engine.py").write_text(
         "def fit(step):\n    for number in range(10_000):\n        step()\n"
@@ -96,7 +109,7 @@ def test_what_fails_after_a_loop_is_an_assumption(tmp_path: Path) -> None:
     body = f"losses = []\nfor step in range(100):\n    {STEP}\n    losses.append(0)\nlosses[50]\n"
     trace = run(tmp_path, body)
     (assumption,) = [one for one in trace.meta.assumptions if one.kind == "ending"]
-    assert "IndexError" in assumption.text
+    assert "its training was cut short the script raised IndexError" in assumption.text
     line = HEAD.count("\n") + 5
     assert assumption.source.endswith(f"train.py:{line}")
 
@@ -108,8 +121,49 @@ def test_a_turn_that_goes_on_and_on_is_stopped(tmp_path: Path) -> None:
     assert 3 < trace.meta.optimizer_steps < 32
 
 
-def test_other_loops_are_compiled_as_they_are() -> None:
-    source = "for row in rows:\n    total += read(row)\nwhile total:\n    total = half(total)\n"
+def test_compiled_loops_are_one_graph(tmp_path: Path) -> None:
+    body = f"""
+def step(x):
+    return x.sin()
+@torch.compile(fullgraph=True)
+def compiled(x):
+    for _ in range(2):
+        x = step(x)
+    times = 0
+    while times < 2:
+        x, times = step(x), times + 1
+    return x
+for turn in range(1000):
+    compiled(torch.randn(4, device="cuda"))
+    {STEP}
+"""
+    trace = run(tmp_path, body)
+    assert trace.meta.optimizer_steps <= 6
+    assert not trace.meta.assumptions
+
+
+def test_deeply_nested_syntax_runs_as_it_is(tmp_path: Path) -> None:
+    long = " + ".join(["'a'"] * 800)
+    assert run(tmp_path, f"text = {long}\n{STEP}\n{STEP}\n{STEP}\n").meta.optimizer_steps == 3
+
+
+def test_a_loop_around_the_capture_goes_on() -> None:
+    around = plain_loops._turns(range(3))
+    loops = PlainLoops()
+    assert [loops.end() for _ in around or ()] == [False] * 3
+    own = plain_loops._turns(range(3))
+    assert loops.end()
+    assert list(own or ()) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "for row in rows:\n    total += read(row)\nwhile total:\n    total = half(total)\n",
+        "@njit(cache=True)\ndef f(env):\n    for _ in range(9):\n        step(env)\n",
+    ],
+)
+def test_other_loops_are_compiled_as_they_are(source: str) -> None:
     assert ast.dump(with_turns(ast.parse(source))) == ast.dump(ast.parse(source))
 
 

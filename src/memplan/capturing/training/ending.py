@@ -86,7 +86,7 @@ class Ending:
         self.optimizer_grows: Callable[[], int] = lambda: 0
         """Bytes of parameters that a new optimizer has beyond those of earlier ones."""
         self.optimizer_differs: Callable[[], bool] = lambda: False
-        """Whether a new optimizer is of another kind than those that have stepped."""
+        """Whether an optimizer that has not stepped is of a kind that no training had so far."""
         self._nothing_seen()
 
     def _nothing_seen(self) -> None:
@@ -266,8 +266,8 @@ class Ending:
         if self._trainings == _MOST_TRAININGS:
             self.state.assumptions.add(
                 "trainings",
-                f"the job trained {self._trainings} times over, each time with more memory; what "
-                "it trains after that may need more: --steps N",
+                f"the job trained {self._trainings} times over, with more memory or other "
+                "optimizers; what it trains after that may need more: --steps N",
             )
             self.stop()
         self._trainings += 1

@@ -13,6 +13,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from types import CodeType
 from typing import Any
@@ -71,6 +72,8 @@ class PlainLoops:
     """The loops of the job's code, of which those that train are ended from within."""
 
     def __init__(self) -> None:
+        self._earlier = list(_alive)
+        """Loops around the capture, of files that an earlier one compiled: they are not its own."""
         self._ended: weakref.ref[_Turns] | None = None
         """The loop that was told last to end."""
         self._like_before = 0
@@ -92,7 +95,9 @@ class PlainLoops:
             loader: SourceFileLoader, data: Any, path: str, *args: Any, **kwargs: Any
         ) -> CodeType:
             if isinstance(data, bytes) and not path.startswith(INSTALLED):
-                data = with_turns(ast.parse(data, path))
+                with suppress(RecursionError):  # it nests deeper than Python here can walk
+                    tree = with_turns(ast.parse(data, path))
+                    return real_compile(loader, tree, path, *args, **kwargs)  # type: ignore[no-any-return]
             return real_compile(loader, data, path, *args, **kwargs)  # type: ignore[no-any-return]
 
         patches.set(SourceFileLoader, "get_code", get_code)
@@ -123,7 +128,8 @@ class PlainLoops:
         return self._end(innermost=self._like_before <= _LIKE_BEFORE)
 
     def _end(self, *, innermost: bool) -> bool:
-        mine = [one for one in (ref() for ref in _alive) if one is not None and not one.ends]
+        begun = [ref() for ref in _alive if ref not in self._earlier]
+        mine = [one for one in begun if one is not None and not one.ends]
         mine = [one for one in mine if one.thread == threading.get_ident()]
         for one in mine[-1:] if innermost else mine:
             one.ends = True
@@ -148,6 +154,11 @@ def with_turns(tree: ast.Module) -> ast.Module:
         return name in training or (of_others and name not in own)
 
     class WithTurns(ast.NodeTransformer):
+        def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+            # Numba compiles bytecode, and knows no function of ours.
+            jitted = any("jit" in ast.unparse(one) for one in node.decorator_list)
+            return node if jitted else self.generic_visit(node)
+
         def visit_For(self, node: ast.For) -> ast.AST:
             self.generic_visit(node)
             if any(map(may_train, _called(*node.body))):

@@ -64,7 +64,7 @@ class StepWatcher:
         self._stepped: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         """How often each optimizer has stepped, also inside another one that wraps it."""
         self._kinds: set[type] = set()
-        """Classes of the optimizers that have stepped."""
+        """Classes of the optimizers that have stepped, or had a training in which to."""
         self._updated: set[int] = set()
         """Parameters that had a gradient when an optimizer stepped."""
         self._first: int | None = None
@@ -96,6 +96,7 @@ class StepWatcher:
         self.stop_reason, self._first = "", None
         self._before_this = self.completed
         self._history.clear()
+        self._kinds.update(map(type, self._made))
         self._deadline = Deadline(_PATIENCE_SECONDS, cpu_time=True)
 
     def _optimizer_grows(self) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import re
 from functools import partial
 from pathlib import Path
+from shutil import which
 
 from memplan.capturing.options import ScriptTarget
 from memplan.cli.launchers.accelerate import read_accelerate, read_accelerate_launch
@@ -26,16 +27,24 @@ from memplan.types.errors import UsageError
 
 def _read_prefix(name: str, words: list[str], _context: Context) -> Step:
     """What stands behind a prefix, from the first word on that begins a command."""
-    begin = next((place for place, word in enumerate(words) if _begins(word)), len(words))
+    before = [name, *words]
+    begins = (place for place, word in enumerate(words) if _begins(word, before[place]))
+    begin = next(begins, len(words))
     return Step(Layer(name, module_option=""), command=words[begin:])
 
 
-def _begins(word: str) -> bool:
+def _begins(word: str, before: str) -> bool:
+    """Whether a word begins a command, known or not. A prefix's own words are options, what looks
+    like a number, and what follows an option (`ionice -c idle`)."""
     name = Path(word).name
     known = name in (*_READERS, *_SHELLS, *_SURROUNDINGS) or PYTHON_NAME.fullmatch(name)
-    return bool(known) or name.endswith(".py") or ("/" in word and os.access(word, os.X_OK))
+    own = word.startswith("-") or before.startswith("-") or _NUMBER.fullmatch(word)
+    program = name.endswith(".py") or (which(word) and before != "-c")  # IDLE, Python's editor
+    return bool(known or program or not own)
 
 
+_NUMBER = re.compile(r"[+!]?[0-9a-fA-Fx.,:-]+[smhd]?")
+"""A number, a mask of processors, a list of them or a duration."""
 _PREFIXES = ("nohup", "time", "nice", "ionice", "numactl", "taskset", "stdbuf", "timeout", "setsid",
              "chrt")  # fmt: skip
 """Commands that change how the one behind them runs, not what: their words have no say in memory.
