@@ -141,7 +141,7 @@ def _judge_end(
     if stop is not None and stop.code in (None, 0):
         return
     cause = memplan_cause(error)
-    if cause is not None:
+    if cause is not None and not session.ending.draining:
         raise cause from error
     if isinstance(error, KeyboardInterrupt):
         raise error
@@ -152,7 +152,7 @@ def _judge_end(
         session.ending.cut_off()
         return
     if session.ending.draining:
-        _assume_nothing_follows(session, (stop and reported) or error, target)
+        _assume_nothing_follows(session, cause or (stop and reported) or error, target)
     elif stop is not None:
         raise _stopped(stop, reported, target, session.options, refused) from stop
     else:
@@ -239,11 +239,12 @@ def _assume_nothing_follows(
     session: CaptureSession, error: BaseException, target: ScriptTarget
 ) -> None:
     """The training was seen, and then its data loaders ran dry or its loop ended: a script that
-    counts what they gave may well stumble over it."""
-    detail = short_message(error)
+    counts what they gave may well stumble over it. Or what follows cannot be captured."""
+    ours = isinstance(error, MemplanError)
+    what = "could not be followed" if ours else f"raised {type(error).__name__}"
     session.state.assumptions.add(
         "ending",
-        f"after its training was cut short the script raised {type(error).__name__}: {detail}; "
+        f"after its training was cut short the script {what}: {short_message(error)}; "
         "what comes after that was not seen and is taken to need no more",
         source=place_of(error) or target.name,
     )
