@@ -113,6 +113,11 @@ def test_other_loops_are_compiled_as_they_are() -> None:
     assert ast.dump(with_turns(ast.parse(source))) == ast.dump(ast.parse(source))
 
 
+def test_a_long_expression(tmp_path: Path) -> None:
+    body = f"for step in range(100):\n    {STEP}\nx = {'+'.join('1' * 2000)}\n"
+    assert run(tmp_path, body).meta.optimizer_steps == 3
+
+
 def test_errors_have_their_lines() -> None:
     source = (
         "while here(\n    1):\n    model.step()\n    for one in (\n        1 / 0): model.step()\n"

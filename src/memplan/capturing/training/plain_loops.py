@@ -13,6 +13,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from types import CodeType
 from typing import Any
@@ -92,7 +93,9 @@ class PlainLoops:
             loader: SourceFileLoader, data: Any, path: str, *args: Any, **kwargs: Any
         ) -> CodeType:
             if isinstance(data, bytes) and not path.startswith(INSTALLED):
-                data = with_turns(ast.parse(data, path))
+                with suppress(RecursionError):  # an expression of a thousand terms
+                    tree = with_turns(ast.parse(data, path))
+                    return real_compile(loader, tree, path, *args, **kwargs)  # type: ignore[no-any-return]
             return real_compile(loader, data, path, *args, **kwargs)  # type: ignore[no-any-return]
 
         patches.set(SourceFileLoader, "get_code", get_code)
