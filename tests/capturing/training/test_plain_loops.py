@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import linecache
+import signal
+import time
 import traceback
 from pathlib import Path
 
 import pytest
 
+from memplan.capturing.training import ending
 from memplan.capturing.training.plain_loops import with_turns
 from memplan.types.trace import Phase, Role, Trace
 from tests.capturing.training.scripts import HEAD, run
@@ -99,6 +102,19 @@ def test_what_fails_after_a_loop_is_an_assumption(tmp_path: Path) -> None:
     assert "IndexError" in assumption.text
     line = HEAD.count("\n") + 5
     assert assumption.source.endswith(f"train.py:{line}")
+
+
+@pytest.mark.parametrize("line", ["time.sleep(60)", "while True: pass"])
+def test_what_waits_after_a_loop_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    monkeypatch.setattr(ending, "_SECONDS_AFTER", 0.2)
+    body = f"import time\nfor step in range(100):\n    {STEP}\n{line}\n"
+    began = time.monotonic()
+    trace = run(tmp_path, body)
+    assert time.monotonic() - began < 30
+    assert any("what the script does after" in note for note in trace.meta.notes)
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
 
 
 def test_a_turn_that_goes_on_and_on_is_stopped(tmp_path: Path) -> None:

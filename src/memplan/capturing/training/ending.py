@@ -32,6 +32,7 @@ from memplan.capturing.training.host_draws import HostDraws
 from memplan.capturing.training.input_time import InputTimes
 from memplan.capturing.training.later_epochs import LaterEpochs
 from memplan.capturing.training.plain_loops import PlainLoops
+from memplan.capturing.training.waits import Waits
 from memplan.capturing.training.whole_run import WholeRun
 from memplan.types.batches import Batches
 from memplan.types.deadline import Deadline
@@ -59,6 +60,7 @@ class Ending:
         self.draining = False
         self.later = LaterEpochs()
         self._loops = PlainLoops()
+        self._waits = Waits()
         self._reading: weakref.WeakSet[Any] = weakref.WeakSet()
         self._last: weakref.ref[Any] | None = None
         """The iterator that was last read."""
@@ -209,6 +211,7 @@ class Ending:
         self.draining = self.state.answers.finishing = True
         self._deadline = Deadline(_SECONDS_AFTER, cpu_time=True)
         self.state.on_real_op = self._watch_time
+        self._waits.look(self._watch_time, _SECONDS_AFTER)
 
     def model_runs(self, *, training: bool) -> None:
         """To be called for a root module that allocates on the device or has memory there."""
@@ -360,6 +363,7 @@ class Ending:
         return self.whole_run.batches if self.whole_run is not None else []
 
     def close(self) -> None:
+        self._waits.end()
         if self.whole_run is not None:
             self.whole_run.end()
 
