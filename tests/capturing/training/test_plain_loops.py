@@ -129,6 +129,27 @@ def test_other_loops_are_compiled_as_they_are() -> None:
     assert ast.dump(with_turns(ast.parse(source))) == ast.dump(ast.parse(source))
 
 
+def test_a_compiled_function_with_loops(tmp_path: Path) -> None:
+    body = f"""
+class Net(nn.Module):
+    def step(self, x, _index):
+        return model(x)
+    def forward(self, x):
+        for index, _ in enumerate([1, 2]):
+            x = self.step(x, index)
+        count = 0
+        while count < 2:
+            x, count = self.step(x, count), count + 1
+        return x
+net = torch.compile(Net(), fullgraph=True, backend="eager")
+def forward(batch):
+    return net(batch.cuda()).square().mean()
+for step in range(100):
+    {STEP}
+"""
+    assert run(tmp_path, body).meta.optimizer_steps == 3
+
+
 def test_a_long_expression(tmp_path: Path) -> None:
     body = f"for step in range(100):\n    {STEP}\nx = {'+'.join('1' * 2000)}\n"
     assert run(tmp_path, body).meta.optimizer_steps == 3

@@ -139,7 +139,7 @@ def install(stack: ExitStack, patches: Patches, of_capture: Patches, state: Capt
 
     patches.set(proxy_tensor, "unset_fake_temporarily", real_on_host)
     traced = re.escape(str(PACKAGES.relative_to(_CAPTURE)) + "/")
-    ours = f"^{re.escape(_CAPTURE)}(?!{traced})|^{re.escape(_TRACES)}"
+    ours = f"^{re.escape(_CAPTURE)}(?!{traced}|training/traced_turns)|^{re.escape(_TRACES)}"
     pattern = f"{trace_rules.SKIP_DIRS_RE.pattern}|{ours}"
     patches.set(trace_rules, "SKIP_DIRS", [*trace_rules.SKIP_DIRS, _CAPTURE, _TRACES])
     patches.set(trace_rules, "SKIP_DIRS_RE", re.compile(pattern))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import itertools
 import threading
 import weakref
@@ -18,10 +19,9 @@ from importlib.machinery import SourceFileLoader
 from types import CodeType
 from typing import Any
 
-import torch
-
 from memplan.capturing.patches.attributes import Patches
 from memplan.capturing.training.brought_forward import INSTALLED
+from memplan.capturing.training.traced_turns import turns
 
 _TURNS = "__memplan_turns__"
 """Stays among the builtins: functions of the job may be called after its capture."""
@@ -60,14 +60,6 @@ class _Turns:
         return not self.ends
 
 
-def _turns(items: Iterable[Any] | None) -> Iterable[Any] | None:
-    """The items of a `for` loop; None for a `while` loop. A graph of PyTorch's compiler has none of
-    this."""
-    if torch.compiler.is_compiling():
-        return items
-    return _Turns() if items is None else _Turns(items)
-
-
 class PlainLoops:
     """The loops of the job's code, of which those that train are ended from within."""
 
@@ -79,7 +71,7 @@ class PlainLoops:
 
     def install(self, patches: Patches) -> None:
         """Let the job's files be compiled with loops that can be ended, until `patches.undo()`."""
-        vars(builtins)[_TURNS] = _turns
+        vars(builtins)[_TURNS] = functools.partial(turns, _Turns)
         real_get: Any = SourceFileLoader.get_code
         real_compile: Any = SourceFileLoader.source_to_code
 
