@@ -80,6 +80,21 @@ for step in range(50):
     assert (of_state & (events.bytes == pair)).sum() >= 2 * 7, "the whole history"
 
 
+@pytest.mark.parametrize("epochs", [2, 100])
+def test_an_optimizer_for_later_is_followed_where_it_steps(tmp_path: Path, epochs: int) -> None:
+    body = f"""{TRAINS}
+later = torch.optim.Adam(model.parameters())
+for epoch in range({epochs}):
+    train(4, 1000)
+train(4, 1000, later)
+"""
+    trace = run(tmp_path, body)
+    role = trace.storages.role[trace.events.storage]
+    steps = set(trace.events.step[role == Role.OPTIMIZER_STATE].tolist())
+    assert steps and trace.meta.optimizer_steps - min(steps) >= 3
+    assert not [one for one in trace.meta.assumptions if one.kind == "trainings"]
+
+
 def test_a_loop_of_another_file(tmp_path: Path) -> None:
     (tmp_path / "engine.py").write_text(
         "def fit(step):\n    for number in range(10_000):\n        step()\n"

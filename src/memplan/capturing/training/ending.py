@@ -88,7 +88,8 @@ class Ending:
         self.optimizer_grows: Callable[[], int] = lambda: 0
         """Bytes of parameters that a new optimizer has beyond those of earlier ones."""
         self.optimizer_differs: Callable[[], bool] = lambda: False
-        """Whether a new optimizer is of another kind than those that have stepped."""
+        """Whether a new optimizer is of another kind than those that have stepped: once
+        for each kind, because it may be for later."""
         self._nothing_seen()
 
     def _nothing_seen(self) -> None:
@@ -269,8 +270,8 @@ class Ending:
         if self._trainings == _MOST_TRAININGS:
             self.state.assumptions.add(
                 "trainings",
-                f"the job trained {self._trainings} times over, each time with more memory; what "
-                "it trains after that may need more: --steps N",
+                f"the job trained {self._trainings} times over, each time with more memory or "
+                "another optimizer; what it trains after that may need more: --steps N",
             )
             self.stop()
         self._trainings += 1
@@ -282,6 +283,13 @@ class Ending:
         self._batches.clear()
         self._nothing_seen()
         self.another_training()
+
+    def another_kind(self) -> None:
+        """To be called before the first step of an optimizer of another kind than those before: the
+        loop around it may have been told to end, because its training needed no more so far."""
+        if self.draining and self._loops.used:
+            self._loops.go_on()
+            self._train_on()
 
     def after_step(self) -> None:
         """To be called when an optimizer stepped although enough was seen."""

@@ -107,6 +107,11 @@ class PlainLoops:
         """Whether a loop was told to end."""
         return self._ended is not None
 
+    def go_on(self) -> None:
+        """Let loops go on that were told to end and have not yet."""
+        for one in filter(None, (ref() for ref in _alive)):
+            one.ends = False
+
     def trains_again(self) -> bool:
         """To be called where a backward pass begins after `end`. Returns whether to go on: the turn
         is not over yet, or what trains needs no more than what trained before and its loop was told

@@ -65,6 +65,8 @@ class StepWatcher:
         """How often each optimizer has stepped, also inside another one that wraps it."""
         self._kinds: set[type] = set()
         """Classes of the optimizers that have stepped."""
+        self._expected: set[type] = set()
+        """Classes of which a training was followed because an optimizer was made."""
         self._updated: set[int] = set()
         """Parameters that had a gradient when an optimizer stepped."""
         self._first: int | None = None
@@ -104,7 +106,9 @@ class StepWatcher:
 
     def _optimizer_differs(self) -> bool:
         late = {type(one) for one in self._made if one not in self._stepped}
-        return not late <= self._kinds
+        new = late - self._kinds - self._expected
+        self._expected |= new
+        return bool(new)
 
     def _trained_bytes(self, optimizer: torch.optim.Optimizer) -> int:
         return sum(
@@ -126,6 +130,8 @@ class StepWatcher:
         observer.on_steps(self._before, self._after)
 
     def _before(self, step: Step) -> None:
+        if self.ending is not None and type(step.optimizer) not in self._kinds:
+            self.ending.another_kind()
         self._updated |= step.updated
         self.state.context.in_optimizer = step.within  # of one that failed no end was told
         counts = not step.within and self._first in (None, id(step.optimizer))
