@@ -111,8 +111,6 @@ def _capture(
                 session.time_input()
     except EnoughSeen:
         pass
-    except MemplanError:
-        raise
     except BaseException as error:
         _judge_end(error, session, target, elsewhere, box.refused)
     finally:
@@ -141,7 +139,10 @@ def _judge_end(
     if stop is not None and stop.code in (None, 0):
         return
     cause = memplan_cause(error)
-    if cause is not None and not session.ending.draining:
+    ended = session.ending.draining and isinstance(cause, CaptureError)
+    if cause is error and not ended:
+        raise error
+    if cause is not None and not ended:
         raise cause from error
     if isinstance(error, KeyboardInterrupt):
         raise error
@@ -240,6 +241,7 @@ def _assume_nothing_follows(
 ) -> None:
     """The training was seen, and then its data loaders ran dry or its loop ended: a script that
     counts what they gave may well stumble over it. Or what follows cannot be captured."""
+    session.caught.not_caught(error)
     ours = isinstance(error, MemplanError)
     what = "could not be followed" if ours else f"raised {type(error).__name__}"
     session.state.assumptions.add(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import linecache
+import signal
+import time
 import traceback
 from pathlib import Path
 
 import pytest
 
-from memplan.capturing.training import plain_loops
+from memplan.capturing.training import ending, plain_loops
 from memplan.capturing.training.plain_loops import PlainLoops, with_turns
 from memplan.types.trace import Phase, Role, Trace
 from tests.capturing.training.scripts import HEAD, run
@@ -52,6 +54,22 @@ def test_a_larger_training_is_followed(tmp_path: Path) -> None:
     assert trace.meta.optimizer_steps <= 3 + 1 + 3
 
 
+def test_a_grid_is_gone_through_as_long_as_it_grows(tmp_path: Path) -> None:
+    body = f"""{TRAINS}
+for rows in (4, 1024, 4, 8192):
+    for rate in range(9):
+        train(rows, 1000)
+"""
+    trace = run(tmp_path, body)
+    assert largest(trace, Phase.FORWARD) == 4 * 8192 * 512
+    assert trace.meta.optimizer_steps <= 4 * (3 + 3)
+
+
+def test_turns_that_are_left_out_are_said(tmp_path: Path) -> None:
+    notes = run(tmp_path, TRAINS + "for rows in 9 * [4] + [8192]:\n    train(rows, 9)\n").meta.notes
+    assert any("further turns of the loops around the training" in note for note in notes)
+
+
 def test_those_that_need_no_more_are_left(tmp_path: Path) -> None:
     body = (
         TRAINS + "n = 0\nfor rows in range(1000):\n    train(4, 1000)\n    n += 1\nassert n == 4\n"
@@ -90,6 +108,21 @@ def test_an_optimizer_that_never_steps_is_followed_once(tmp_path: Path) -> None:
     assert "trainings" not in {one.kind for one in trace.meta.assumptions}
 
 
+@pytest.mark.parametrize("epochs", [2, 100])
+def test_an_optimizer_for_later_is_followed_where_it_steps(tmp_path: Path, epochs: int) -> None:
+    body = f"""{TRAINS}
+later = torch.optim.Adam(model.parameters())
+for epoch in range({epochs}):
+    train(4, 1000)
+train(4, 1000, later)
+"""
+    trace = run(tmp_path, body)
+    role = trace.storages.role[trace.events.storage]
+    steps = set(trace.events.step[role == Role.OPTIMIZER_STATE].tolist())
+    assert steps and trace.meta.optimizer_steps - min(steps) >= 3
+    assert not [one for one in trace.meta.assumptions if one.kind == "trainings"]
+
+
 def test_a_loop_of_another_file(tmp_path: Path) -> None:
     (tmp_path / "engine.py").write_text(
         "def fit(step):\n    for number in range(10_000):\n        step()\n"
@@ -112,6 +145,47 @@ def test_what_fails_after_a_loop_is_an_assumption(tmp_path: Path) -> None:
     assert "its training was cut short the script raised IndexError" in assumption.text
     line = HEAD.count("\n") + 5
     assert assumption.source.endswith(f"train.py:{line}")
+
+
+def test_what_cannot_be_captured_after_a_loop_is_an_assumption(tmp_path: Path) -> None:
+    body = f"""
+for step in range(100):
+    {STEP}
+library = torch.library.Library("tests_of_loops", "DEF")
+library.define("shapeless(Tensor x) -> Tensor")
+library.impl("shapeless", lambda x: x.clone(), "CUDA")
+torch.ops.tests_of_loops.shapeless(model.weight)
+"""
+    (assumption,) = [one for one in run(tmp_path, body).meta.assumptions if one.kind == "ending"]
+    assert "could not be followed: " in assumption.text and "shapeless" in assumption.text
+
+
+def test_functions_are_pickled_by_value(tmp_path: Path) -> None:
+    other = "import pickle, sys; pickle.load(sys.stdin.buffer)()"
+    body = f"""
+import cloudpickle, subprocess, sys
+def work():
+    for turn in range(3):
+        {{}}.update(a=turn)
+done = subprocess.run([sys.executable, "-c", {other!r}], input=cloudpickle.dumps(work))
+assert done.returncode == 0
+for step in range(100):
+    {STEP}
+"""
+    assert not run(tmp_path, body).meta.assumptions
+
+
+@pytest.mark.parametrize("line", ["time.sleep(60)", "while True: pass"])
+def test_what_waits_after_a_loop_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    monkeypatch.setattr(ending, "_SECONDS_AFTER", 0.2)
+    body = f"import time\nfor step in range(100):\n    {STEP}\n{line}\n"
+    began = time.monotonic()
+    trace = run(tmp_path, body)
+    assert time.monotonic() - began < 30
+    assert any("what the script does after" in note for note in trace.meta.notes)
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
 
 
 def test_a_turn_that_goes_on_and_on_is_stopped(tmp_path: Path) -> None:
@@ -148,10 +222,10 @@ def test_deeply_nested_syntax_runs_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_loop_around_the_capture_goes_on() -> None:
-    around = plain_loops._turns(range(3))
+    around = plain_loops.turns(range(3))
     loops = PlainLoops()
     assert [loops.end() for _ in around or ()] == [False] * 3
-    own = plain_loops._turns(range(3))
+    own = plain_loops.turns(range(3))
     assert loops.end()
     assert list(own or ()) == []
 
@@ -173,7 +247,7 @@ def test_errors_have_their_lines() -> None:
     )
     name = "<loops of a test>"
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
-    space: dict[str, object] = {"__memplan_turns__": lambda items: items, "here": bool}
+    space: dict[str, object] = {"here": bool}
     space |= {"model": type("Model", (), {"step": lambda: 0})}
     with pytest.raises(ZeroDivisionError) as caught:
         exec(compile(with_turns(ast.parse(source)), name, "exec"), space)

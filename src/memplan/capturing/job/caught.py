@@ -82,6 +82,13 @@ class Caught:
         if not (isinstance(error, StopIteration) or type(error).__name__.startswith("_")):
             self._note(error, of_operator=False)
 
+    def not_caught(self, error: BaseException) -> None:
+        """The job has ended by this error, after its training."""
+        seen: BaseException | None = error
+        while seen is not None:
+            self._errors = [one for one in self._errors if one is not getattr(seen, _MARK, None)]
+            seen = seen.__cause__ or seen.__context__
+
     def settle(self) -> None:
         """The job has ended, and by none of these. Raises CaptureError for one of memplan's or of
         an operator's that cut a step short; others become assumptions."""

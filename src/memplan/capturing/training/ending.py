@@ -32,6 +32,7 @@ from memplan.capturing.training.host_draws import HostDraws
 from memplan.capturing.training.input_time import InputTimes
 from memplan.capturing.training.later_epochs import LaterEpochs
 from memplan.capturing.training.plain_loops import PlainLoops
+from memplan.capturing.training.waits import Waits
 from memplan.capturing.training.whole_run import WholeRun
 from memplan.types.batches import Batches
 from memplan.types.deadline import Deadline
@@ -59,6 +60,7 @@ class Ending:
         self.draining = False
         self.later = LaterEpochs()
         self._loops = PlainLoops()
+        self._waits = Waits()
         self._reading: weakref.WeakSet[Any] = weakref.WeakSet()
         self._last: weakref.ref[Any] | None = None
         """The iterator that was last read."""
@@ -85,8 +87,6 @@ class Ending:
         """Called when another training begins."""
         self.optimizer_grows: Callable[[], int] = lambda: 0
         """Bytes of parameters that a new optimizer has beyond those of earlier ones."""
-        self.optimizer_differs: Callable[[], bool] = lambda: False
-        """Whether an optimizer that has not stepped is of a kind that no training had so far."""
         self._nothing_seen()
 
     def _nothing_seen(self) -> None:
@@ -209,6 +209,7 @@ class Ending:
         self.draining = self.state.answers.finishing = True
         self._deadline = Deadline(_SECONDS_AFTER, cpu_time=True)
         self.state.on_real_op = self._watch_time
+        self._waits.look(self._watch_time, _SECONDS_AFTER)
 
     def model_runs(self, *, training: bool) -> None:
         """To be called for a root module that allocates on the device or has memory there."""
@@ -236,7 +237,7 @@ class Ending:
         if not self.draining:
             self._most = max(self._most[0], held[0]), max(self._most[1], held[1])
         elif self._loops.used:
-            if self._loops.passed and (self._is_more(held) or self.optimizer_differs()):
+            if self._loops.passed and self._is_more(held):
                 self._train_on()
             elif not self._loops.trains_again():
                 self.stop()
@@ -271,6 +272,7 @@ class Ending:
             )
             self.stop()
         self._trainings += 1
+        self._loops.go_on()
         self.draining = self.state.answers.finishing = False
         if self.whole_run is not None:
             self.whole_run.trains()
@@ -279,6 +281,12 @@ class Ending:
         self._batches.clear()
         self._nothing_seen()
         self.another_training()
+
+    def another_kind(self) -> None:
+        """To be called before the first step of an optimizer of another kind than those before: the
+        loop around it may have been told to end, because its training needed no more so far."""
+        if self.draining and self._loops.used:
+            self._train_on()
 
     def after_step(self) -> None:
         """To be called when an optimizer stepped although enough was seen."""
@@ -360,6 +368,7 @@ class Ending:
         return self.whole_run.batches if self.whole_run is not None else []
 
     def close(self) -> None:
+        self._waits.end()
         if self.whole_run is not None:
             self.whole_run.end()
 
@@ -375,6 +384,11 @@ class Ending:
             f"a data loader with batches of {unread:,} was made and not read (those that were read "
             f"have batches of {self._largest:,}): what runs on it may need more: --steps N",
         ]
+
+    @property
+    def skipped_turns(self) -> bool:
+        """Whether loops around the training were ended, with what they would train yet."""
+        return self._loops.skipped
 
     @property
     def saw_evaluation(self) -> bool:

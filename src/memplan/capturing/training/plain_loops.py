@@ -8,7 +8,6 @@ files of the job are compiled with `for x in turns(xs):` in place of `for x in x
 from __future__ import annotations
 
 import ast
-import builtins
 import itertools
 import threading
 import weakref
@@ -24,14 +23,14 @@ from memplan.capturing.patches.attributes import Patches
 from memplan.capturing.training.brought_forward import INSTALLED
 
 _TURNS = "__memplan_turns__"
-"""Stays among the builtins: functions of the job may be called after its capture."""
+"""The name of `turns` in the job's modules. Functions that the job pickles refer to it there."""
 _TRAINS = ("backward", "step")
 _NAMES_OF_TRAINING = ("train", "fit", "step", "epoch", "update", "optim", "learn")
 """Parts of names of functions from other files that may train. A loop that is missed is one in
 which the capture ends, as it would without this module."""
 _LIKE_BEFORE = 2
-"""Trainings that need no more than those before of which one step is run each. After them, all
-loops around the next one end."""
+"""Turns of a loop around a training in which that needs no more than before, and is run for a step.
+After one more the loop ends, too, which is such a turn of the loop around it."""
 _PASSES_LEFT = 16
 """Backward passes that may follow in the turn that is to be a loop's last."""
 
@@ -44,6 +43,7 @@ class _Turns:
     def __init__(self, items: Iterable[Any] = ()) -> None:
         self.next_item = iter(items).__next__
         self.ends = False
+        self.like_before = 0
         self.thread = threading.get_ident()
         _alive.append(weakref.ref(self, _alive.remove))
 
@@ -60,9 +60,9 @@ class _Turns:
         return not self.ends
 
 
-def _turns(items: Iterable[Any] | None) -> Iterable[Any] | None:
-    """The items of a `for` loop; None for a `while` loop. A graph of PyTorch's compiler has none of
-    this."""
+def turns(items: Iterable[Any] | None) -> Iterable[Any] | None:
+    """The items of a `for` loop; None for a `while` loop. PyTorch's compiler traces this function,
+    and its graphs have nothing of it."""
     if torch.compiler.is_compiling():
         return items
     return _Turns() if items is None else _Turns(items)
@@ -76,12 +76,12 @@ class PlainLoops:
         """Loops around the capture, of files that an earlier one compiled: they are not its own."""
         self._ended: weakref.ref[_Turns] | None = None
         """The loop that was told last to end."""
-        self._like_before = 0
         self._passes_left = 0
+        self.skipped = False
+        """Whether a loop around a training was told to end, with what it would train yet."""
 
     def install(self, patches: Patches) -> None:
         """Let the job's files be compiled with loops that can be ended, until `patches.undo()`."""
-        vars(builtins)[_TURNS] = _turns
         real_get: Any = SourceFileLoader.get_code
         real_compile: Any = SourceFileLoader.source_to_code
 
@@ -105,7 +105,7 @@ class PlainLoops:
 
     def end(self) -> bool:
         """End the innermost loop of this thread after its turn. Returns whether there is one."""
-        return self._end(innermost=True)
+        return bool(self._end())
 
     @property
     def passed(self) -> bool:
@@ -117,6 +117,12 @@ class PlainLoops:
         """Whether a loop was told to end."""
         return self._ended is not None
 
+    def go_on(self) -> None:
+        """Another training is followed: loops that were told to end and have not yet go on."""
+        self.skipped = False
+        for one in filter(None, (ref() for ref in _alive)):
+            one.ends, one.like_before = False, 0
+
     def trains_again(self) -> bool:
         """To be called where a backward pass begins after `end`. Returns whether to go on: the turn
         is not over yet, or what trains needs no more than what trained before and its loop was told
@@ -124,19 +130,24 @@ class PlainLoops:
         if not self.passed:
             self._passes_left -= 1
             return self._passes_left >= 0
-        self._like_before += 1
-        return self._end(innermost=self._like_before <= _LIKE_BEFORE)
+        around = self._end()
+        for one in around[1:]:
+            one.like_before += 1
+            if one.like_before <= _LIKE_BEFORE:
+                break
+            one.ends = self.skipped = True
+        return bool(around)
 
-    def _end(self, *, innermost: bool) -> bool:
-        begun = [ref() for ref in _alive if ref not in self._earlier]
+    def _end(self) -> list[_Turns]:
+        """End the innermost loop. Returns it, with those around it that go on."""
+        begun = [ref() for ref in reversed(_alive) if ref not in self._earlier]
         mine = [one for one in begun if one is not None and not one.ends]
         mine = [one for one in mine if one.thread == threading.get_ident()]
-        for one in mine[-1:] if innermost else mine:
-            one.ends = True
         if mine:
-            self._ended = weakref.ref(mine[-1])
+            mine[0].ends = True
+            self._ended = weakref.ref(mine[0])
             self._passes_left = _PASSES_LEFT
-        return bool(mine)
+        return mine
 
 
 def with_turns(tree: ast.Module) -> ast.Module:
@@ -164,6 +175,7 @@ def with_turns(tree: ast.Module) -> ast.Module:
             if any(map(may_train, _called(*node.body))):
                 asks = _expression(f"{_TURNS}(0)", node.iter)
                 asks.args[0], node.iter = node.iter, asks
+                changed.append(node)
             return node
 
         def visit_While(self, node: ast.While) -> ast.AST | list[ast.AST]:
@@ -173,14 +185,26 @@ def with_turns(tree: ast.Module) -> ast.Module:
             name = f"{_TURNS}{next(numbers)}"
             asks = _expression(f"0 and ({name} is None or {name}.comes())", node.test)
             asks.values[0], node.test = node.test, asks
+            changed.append(node)
             return [
                 _statement(f"{name} = {_TURNS}(None)", node),
                 node,
                 _statement(f"{name} = None", node),
             ]
 
-    numbers = itertools.count(1)
-    return WithTurns().visit(tree)  # type: ignore[no-any-return]
+    numbers, changed = itertools.count(1), list[ast.AST]()
+    WithTurns().visit(tree)
+    if changed:
+        place = next((n for n, one in enumerate(tree.body) if not _comes_first(one)), 0)
+        line = f"from {__name__} import {turns.__name__} as {_TURNS}"
+        tree.body.insert(place, _statement(line, tree.body[place]))
+    return tree
+
+
+def _comes_first(statement: ast.stmt) -> bool:
+    """Whether it is a module's docstring, or imports from `__future__`."""
+    of_future = isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
+    return of_future or isinstance(statement, ast.Expr)
 
 
 def _statement(text: str, place: ast.AST) -> Any:

@@ -64,7 +64,7 @@ class StepWatcher:
         self._stepped: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         """How often each optimizer has stepped, also inside another one that wraps it."""
         self._kinds: set[type] = set()
-        """Classes of the optimizers that have stepped, or had a training in which to."""
+        """Classes of the optimizers that have stepped."""
         self._updated: set[int] = set()
         """Parameters that had a gradient when an optimizer stepped."""
         self._first: int | None = None
@@ -89,23 +89,17 @@ class StepWatcher:
         if ending is not None:
             ending.another_training = self._another_training
             ending.optimizer_grows = self._optimizer_grows
-            ending.optimizer_differs = self._optimizer_differs
 
     def _another_training(self) -> None:
         self.enough = self.steady = False
         self.stop_reason, self._first = "", None
         self._before_this = self.completed
         self._history.clear()
-        self._kinds.update(map(type, self._made))
         self._deadline = Deadline(_PATIENCE_SECONDS, cpu_time=True)
 
     def _optimizer_grows(self) -> int:
         late = [self._trained_bytes(one) for one in self._made if one not in self._stepped]
         return max(late, default=0) - self._most_trained
-
-    def _optimizer_differs(self) -> bool:
-        late = {type(one) for one in self._made if one not in self._stepped}
-        return not late <= self._kinds
 
     def _trained_bytes(self, optimizer: torch.optim.Optimizer) -> int:
         return sum(
@@ -127,6 +121,8 @@ class StepWatcher:
         observer.on_steps(self._before, self._after)
 
     def _before(self, step: Step) -> None:
+        if self.ending is not None and type(step.optimizer) not in self._kinds:
+            self.ending.another_kind()
         self._updated |= step.updated
         self.state.context.in_optimizer = step.within  # of one that failed no end was told
         counts = not step.within and self._first in (None, id(step.optimizer))
@@ -365,6 +361,8 @@ class StepWatcher:
             seen = self.ending is not None and self.ending.saw_evaluation
             later = [] if seen else ["an evaluation in mid-epoch"]
             later.append("layers unfrozen")
+            if self.ending is not None and self.ending.skipped_turns:
+                later.append("further turns of the loops around the training")
             if self.state.recorder.finished:
                 later.append("what the script does after the training")
             return [

@@ -109,7 +109,7 @@ class CompiledStep(Generic[P]):
         if self._micro == 0:
             self._clear_gradients()
         last = self._micro == self._options.accumulate - 1
-        parameters = (p for p in self._updates.parameters() if not p.is_inference())
+        parameters = (p for p in self._updates.parameters() if is_lazy(p) or not p.is_inference())
         before = _Before(_generators(), [(p, p._version) for p in parameters])
         self._capture.ran = None
         try:
