@@ -392,8 +392,9 @@ class Ending:
 
     @property
     def saw_evaluation(self) -> bool:
-        """Whether anything ran without gradients on another loader since loaders ran dry."""
-        return self._evaluated and self._opened_another
+        """Whether anything ran without gradients on another loader since loaders ran dry, or after
+        a loop without one."""
+        return self._evaluated and (self._opened_another or self._loops.used)
 
 
 def _batch_size(loader: Any) -> int:
