@@ -55,6 +55,21 @@ def test_a_larger_training_is_followed(tmp_path: Path) -> None:
     assert trace.meta.optimizer_steps <= 3 + 1 + 3
 
 
+def test_a_training_on_a_loader_may_follow(tmp_path: Path) -> None:
+    body = f"""{TRAINS}
+train(2, 1000)
+large = DataLoader(TensorDataset(torch.randn(4096, 512)), batch_size=2048)
+for epoch in range(100):
+    for (batch,) in large:
+        forward(batch).backward(); optimizer.step(); optimizer.zero_grad()
+with torch.no_grad():
+    forward(torch.randn(8192, 512))
+"""
+    trace = run(tmp_path, body)
+    assert largest(trace, Phase.EVALUATION) == 4 * 8192 * 512
+    assert trace.meta.optimizer_steps <= 3 + 4
+
+
 def test_a_grid_is_gone_through_as_long_as_it_grows(tmp_path: Path) -> None:
     body = f"""{TRAINS}
 for rows in (4, 1024, 4, 8192):

@@ -118,8 +118,9 @@ class PlainLoops:
         return self._ended is not None
 
     def go_on(self) -> None:
-        """Another training is followed: loops that were told to end and have not yet go on."""
-        self.skipped = False
+        """Another training is followed, which may read a loader: loops that were told to end and
+        have not yet go on."""
+        self._ended, self.skipped = None, False
         for one in filter(None, (ref() for ref in _alive)):
             one.ends, one.like_before = False, 0
 
