@@ -50,7 +50,8 @@ def derive_roles(trace: Trace, timeline: Timeline) -> U8:
     """The role of every storage; none is UNKNOWN.
 
     A storage of unknown role that is allocated in a forward and still alive when the next backward
-    begins was kept for it: an activation. Anything else unknown is a temporary.
+    begins was kept for it: an activation. Code that calls no module has no forward: there, what
+    lives through the beginning of exactly one backward. Anything else unknown is a temporary.
     """
     roles = trace.storages.role.copy()
     unknown = roles == Role.UNKNOWN
@@ -64,11 +65,16 @@ def _kept_for_backward(trace: Trace, timeline: Timeline) -> npt.NDArray[np.bool_
     born = timeline.alloc_event
     freed = np.where(timeline.free_event < 0, end, timeline.free_event)
     rows = np.flatnonzero(born >= 0)
-    rows = rows[phase[born[rows]] == Phase.FORWARD]
-    backward = np.flatnonzero(phase == Phase.BACKWARD)
-    begins = np.append(backward, end)[np.searchsorted(backward, born[rows], side="right")]
+    backward = phase == Phase.BACKWARD
+    begins = np.flatnonzero(backward & ~np.append(False, backward[:-1]))
+    lived_through = np.searchsorted(begins, freed[rows]) - np.searchsorted(begins, born[rows])
+    of = phase[born[rows]]
     kept = np.zeros(len(born), bool)
-    kept[rows] = (begins < end) & (freed[rows] > begins)
+    kept[rows] = np.where(
+        of == Phase.FORWARD,
+        lived_through > 0,
+        np.isin(of, (Phase.SETUP, Phase.OTHER)) & (lived_through == 1) & (freed[rows] < end),
+    )
     return kept
 
 
