@@ -35,18 +35,20 @@ from memplan.types.trace_file import load_trace
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
+CHANGED = ("ecaresnext50t_32x4d",)
+"""Models that are others in today's timm: 15.41 million parameters in the table, 25.05 now."""
 TABLE = Path(__file__).parent.parent / "src" / "memplan" / "timing" / "kernel_times.toml"
 BEGIN = "# Written by bench.calibrate_time; begin."
 END = "# End of what bench.calibrate_time writes."
 
 GUESSES: tuple[tuple[str, tuple[float, float], tuple[float, float]], ...] = (
     ("depthwise", (0.15, 0.8), (0.5, 0.5)),
-    ("conv_grouped", (0.3, 0.7), (0.6, 0.4)),
+    ("conv_grouped", (0.3, 0.3), (0.6, 0.4)),
     ("conv_layout", (0.8, 0.5), (0.8, 0.6)),
-    ("conv", (0.85, 0.3), (0.8, 0.25)),
-    ("matmul_batched_unaligned", (0.5, 0.3), (0.7, 0.3)),
-    ("matmul_unaligned", (0.5, 0.3), (0.7, 0.3)),
-    ("matmul", (0.95, 0.1), (0.8, 0.1)),
+    ("conv", (0.85, 0.12), (0.8, 0.25)),
+    ("matmul_batched_unaligned", (0.5, 0.12), (0.7, 0.3)),
+    ("matmul_unaligned", (0.5, 0.12), (0.7, 0.3)),
+    ("matmul", (0.95, 0.04), (0.8, 0.1)),
     ("pointwise", (0.8, 0.5), (0.85, 0.08)),
     ("copy", (0.8, 0.5), (0.85, 0.08)),
     ("batch_norm", (0.8, 0.5), (0.65, 0.35)),
@@ -90,9 +92,11 @@ class Steps:
 
 
 def read_captured() -> list[TimmRow]:
-    """The table's rows with a trace; none, and a sentence on stderr, where something is missing."""
+    """The table's rows with a trace, of models that have not changed; none, and a sentence on
+    stderr, where something is missing."""
     try:
         rows = [row for row in read_rows() if trace_path(row).exists()]
+        rows = [row for row in rows if row.model not in CHANGED]
     except OSError as error:
         print(f"no measured table: {error}; set MEMPLAN_SHARED_DATA", file=sys.stderr)
         return []
