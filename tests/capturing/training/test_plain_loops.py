@@ -268,3 +268,48 @@ def test_errors_have_their_lines() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         exec(compile(with_turns(ast.parse(source)), name, "exec"), space)
     assert traceback.extract_tb(caught.tb)[-1].lineno == 5
+
+
+def test_a_training_inside_an_installed_package_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "agents.py").write_text(
+        "def learn(steps, turn):\n    for number in range(steps):\n        turn()\n"
+    )
+    monkeypatch.setattr(plain_loops, "INSTALLED", (str(tmp_path / "agents"),))
+    body = f"""
+import agents
+def turn(rows=4):
+    {STEP.replace("4", "rows")}
+for seed in range(100):
+    agents.learn(10_000, turn)
+agents.learn(10_000, lambda: turn(8192))
+with torch.no_grad():
+    forward(torch.randn(1024, 512))
+"""
+    trace = run(tmp_path, body)
+    assert largest(trace, Phase.FORWARD) == 4 * 8192 * 512
+    assert largest(trace, Phase.EVALUATION) == 4 * 1024 * 512
+    assert trace.meta.optimizer_steps <= 3 + 3 + 3
+    assert not trace.meta.assumptions
+    assert "an installed package's training" in " ".join(trace.meta.notes)
+
+
+def test_a_step_of_an_installed_package_is_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stepping.py").write_text(
+        "def train_step(steps):\n    for step in steps:\n        step()\n"
+    )
+    monkeypatch.setattr(plain_loops, "INSTALLED", (str(tmp_path / "stepping"),))
+    body = f"""
+import stepping
+def step():
+    {STEP}
+ends = []
+for turn in range(100):
+    stepping.train_step([step, lambda: ends.append(turn)])
+assert len(ends) == turn + 1
+"""
+    trace = run(tmp_path, body)
+    assert not trace.meta.assumptions and trace.meta.optimizer_steps <= 4

@@ -25,7 +25,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.capturing.enough import EnoughSeen
-from memplan.capturing.options import CaptureOptions, ScriptTarget
+from memplan.capturing.options import CaptureOptions, RankPlace, ScriptTarget
 from memplan.types.deadline import Deadline
 from memplan.types.errors import CaptureError, MemplanError
 
@@ -423,7 +423,7 @@ def _run_as(
         failure = ("it ended without telling of it", "")
         try:
             own._stand_still()
-            run(target, replace(options, place=place))
+            run(as_started(target, options.place, place), replace(options, place=place))
         except EnoughSeen:
             pass
         except MemplanError as error:
@@ -431,6 +431,12 @@ def _run_as(
         own.ended(*failure)
     finally:
         os._exit(0)
+
+
+def as_started(target: ScriptTarget, own: RankPlace, other: RankPlace) -> ScriptTarget:
+    """The program of another rank: launchers may tell a rank in an argument."""
+    told = {f"--local{_}rank={own.local_rank}": f"--local{_}rank={other.local_rank}" for _ in "_-"}
+    return replace(target, argv=tuple(told.get(word, word) for word in target.argv))
 
 
 def _told_to_end(process: int, *_signal: Any) -> NoReturn:

@@ -195,6 +195,7 @@ class Ending:
             self.whole_run.others(steps)
             return
         self._drain()
+        self._loops.stepped()
         if self.whole_run is not None and not self.whole_run.fetches_ahead:
             self._bring_forward()
 
@@ -218,6 +219,7 @@ class Ending:
             self._forward_from = self.state.recorder.live_bytes
         if not self.draining:
             return
+        self._loops.leave()
         if not training:
             self._evaluated = True
         elif not self._evaluated:
@@ -230,6 +232,7 @@ class Ending:
         """Backward on another loader's batch is training; code that only runs forward may be an
         evaluation that keeps its gradients."""
         self.state.recorder.flush()
+        self._loops.backward(self.state.recorder.builder.step)
         alive = self.state.recorder.live_bytes
         begun = alive if self._forward_from is None else self._forward_from
         self._forward_from = None
@@ -237,6 +240,7 @@ class Ending:
         if not self.draining:
             self._most = max(self._most[0], held[0]), max(self._most[1], held[1])
         elif self._loops.used:
+            self._loops.leave()
             if self._loops.passed and self._is_more(held):
                 self._train_on()
             elif not self._loops.trains_again():
@@ -298,6 +302,7 @@ class Ending:
         if self.whole_run is not None:
             self._bring_forward()
         if self._loops.used:
+            self._loops.stepped()
             return
         if not self.later.begun and (self._evaluated or self._opened_another):
             self._train_no_more()
@@ -389,6 +394,11 @@ class Ending:
     def skipped_turns(self) -> bool:
         """Whether loops around the training were ended, with what they would train yet."""
         return self._loops.skipped
+
+    @property
+    def left_a_call(self) -> bool:
+        """Whether a call that trains was left before its end."""
+        return self._loops.left_a_call
 
     @property
     def saw_evaluation(self) -> bool:

@@ -3,16 +3,21 @@
 Nothing can end a loop over a `range` from outside, or one with `while`. So while a capture runs,
 files of the job are compiled with `for x in turns(xs):` in place of `for x in xs:`, and with
 `while condition and turn.comes():` in place of `while condition:`, where the loop's body may train.
+
+Loops inside installed packages are not compiled anew. A statement of the job that calls one, as in
+`agent.learn(10_000)`, is put into `with training():`, and is left by an exception once enough of it
+was seen: the job goes on after it.
 """
 
 from __future__ import annotations
 
 import ast
 import itertools
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib.machinery import SourceFileLoader
 from types import CodeType
 from typing import Any
@@ -24,6 +29,8 @@ from memplan.capturing.training.brought_forward import INSTALLED
 
 _TURNS = "__memplan_turns__"
 """The name of `turns` in the job's modules. Functions that the job pickles refer to it there."""
+_TRAINING = "__memplan_training__"
+"""The name of `training` there."""
 _TRAINS = ("backward", "step")
 _NAMES_OF_TRAINING = ("train", "fit", "step", "epoch", "update", "optim", "learn")
 """Parts of names of functions from other files that may train. A loop that is missed is one in
@@ -31,6 +38,8 @@ which the capture ends, as it would without this module."""
 _LIKE_BEFORE = 2
 """Turns of a loop around a training in which that needs no more than before, and is run for a step.
 After one more the loop ends, too, which is such a turn of the loop around it."""
+_STEPS_OF_A_TRAINING = 2
+"""A call in which so many steps end is a training; one with fewer is part of a loop's turn."""
 _PASSES_LEFT = 16
 """Backward passes that may follow in the turn that is to be a loop's last."""
 
@@ -60,12 +69,38 @@ class _Turns:
         return not self.ends
 
 
+class _Left(BaseException):
+    """Ends a call that trains."""
+
+
+class _Training(_Turns):
+    """A statement that calls a function of another file which may train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        caller = sys._getframe(2)
+        self.place = caller.f_code, caller.f_lineno
+        self.first_step: int | None = None
+        """The number of the first step in it."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
+        return self.ends and isinstance(error, _Left)
+
+
 def turns(items: Iterable[Any] | None) -> Iterable[Any] | None:
     """The items of a `for` loop; None for a `while` loop. PyTorch's compiler traces this function,
     and its graphs have nothing of it."""
     if torch.compiler.is_compiling():
         return items
     return _Turns() if items is None else _Turns(items)
+
+
+def training() -> AbstractContextManager[None]:
+    """Around a statement that may train."""
+    return nullcontext() if torch.compiler.is_compiling() else _Training()
 
 
 class PlainLoops:
@@ -77,6 +112,11 @@ class PlainLoops:
         self._ended: weakref.ref[_Turns] | None = None
         """The loop that was told last to end."""
         self._passes_left = 0
+        self._leaves = False
+        """Whether a step ended since."""
+        self._step = 0
+        self._trainings: set[object] = set()
+        """Places of calls that were left."""
         self.skipped = False
         """Whether a loop around a training was told to end, with what it would train yet."""
 
@@ -107,6 +147,25 @@ class PlainLoops:
         """End the innermost loop of this thread after its turn. Returns whether there is one."""
         return bool(self._end())
 
+    def backward(self, step: int) -> None:
+        """To be called where a backward pass begins, in step `step`."""
+        self._step = step
+        for one in filter(None, (ref() for ref in _alive)):
+            if isinstance(one, _Training) and one.first_step is None:
+                one.first_step = step
+
+    def stepped(self) -> None:
+        """To be called after a step, once a loop was told to end."""
+        self._leaves = True
+
+    def leave(self) -> None:
+        """To be called where the next step begins: end the call of another file's training here, if
+        that is what was told to end."""
+        ended = self._ended() if self._ended is not None and self._leaves else None
+        if isinstance(ended, _Training):
+            self._trainings.add(ended.place)
+            raise _Left
+
     @property
     def passed(self) -> bool:
         """Whether the script has left the loop that was to end."""
@@ -116,6 +175,11 @@ class PlainLoops:
     def used(self) -> bool:
         """Whether a loop was told to end."""
         return self._ended is not None
+
+    @property
+    def left_a_call(self) -> bool:
+        """Whether a call of another file's training was left before its end."""
+        return bool(self._trainings)
 
     def go_on(self) -> None:
         """Another training is followed, which may read a loader: loops that were told to end and
@@ -133,6 +197,8 @@ class PlainLoops:
             return self._passes_left >= 0
         around = self._end()
         for one in around[1:]:
+            if isinstance(one, _Training):
+                continue
             one.like_before += 1
             if one.like_before <= _LIKE_BEFORE:
                 break
@@ -143,12 +209,19 @@ class PlainLoops:
         """End the innermost loop. Returns it, with those around it that go on."""
         begun = [ref() for ref in reversed(_alive) if ref not in self._earlier]
         mine = [one for one in begun if one is not None and not one.ends]
-        mine = [one for one in mine if one.thread == threading.get_ident()]
+        mine = [one for one in mine if one.thread == threading.get_ident() and self._trains(one)]
         if mine:
             mine[0].ends = True
             self._ended = weakref.ref(mine[0])
-            self._passes_left = _PASSES_LEFT
+            self._passes_left, self._leaves = _PASSES_LEFT, False
         return mine
+
+    def _trains(self, one: _Turns) -> bool:
+        """Whether it is a loop, or a call with several steps."""
+        if not isinstance(one, _Training):
+            return True
+        first = self._step if one.first_step is None else one.first_step
+        return one.place in self._trainings or self._step - first >= _STEPS_OF_A_TRAINING
 
 
 def with_turns(tree: ast.Module) -> ast.Module:
@@ -157,19 +230,32 @@ def with_turns(tree: ast.Module) -> ast.Module:
         node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
     called = [(node.name, _called(node)) for node in functions]
-    own, training = {name for name, _ in called}, set(_TRAINS)
-    while found := {name for name, calls in called if calls & training} - training:
-        training |= found
+    own, trains = {name for name, _ in called}, set(_TRAINS)
+    while found := {name for name, calls in called if calls & trains} - trains:
+        trains |= found
 
     def may_train(name: str) -> bool:
         of_others = any(part in name.lower() for part in _NAMES_OF_TRAINING)
-        return name in training or (of_others and name not in own)
+        return name in trains or (of_others and name not in own)
+
+    def of_another_file(call: ast.Call) -> bool:
+        name = _name(call)
+        return name not in own and name not in _TRAINS and may_train(name)
 
     class WithTurns(ast.NodeTransformer):
         def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
             # Numba compiles bytecode, and knows no function of ours.
             jitted = any("jit" in ast.unparse(one) for one in node.decorator_list)
             return node if jitted else self.generic_visit(node)
+
+        def visit_Expr(self, node: ast.Expr) -> ast.AST:
+            self.generic_visit(node)
+            if not isinstance(node.value, ast.Call) or not of_another_file(node.value):
+                return node
+            around = _statement(f"with {_TRAINING}(): 0", node)
+            around.body = [node]
+            changed.append(node)
+            return around  # type: ignore[no-any-return]
 
         def visit_For(self, node: ast.For) -> ast.AST:
             self.generic_visit(node)
@@ -197,7 +283,8 @@ def with_turns(tree: ast.Module) -> ast.Module:
     WithTurns().visit(tree)
     if changed:
         place = next((n for n, one in enumerate(tree.body) if not _comes_first(one)), 0)
-        line = f"from {__name__} import {turns.__name__} as {_TURNS}"
+        names = f"{turns.__name__} as {_TURNS}, {training.__name__} as {_TRAINING}"
+        line = f"from {__name__} import {names}"
         tree.body.insert(place, _statement(line, tree.body[place]))
     return tree
 
@@ -222,6 +309,9 @@ def _expression(text: str, place: ast.AST) -> Any:
 
 def _called(*nodes: ast.AST) -> set[str]:
     """Names of functions and methods that are called."""
-    calls = (one.func for node in nodes for one in ast.walk(node) if isinstance(one, ast.Call))
-    names = (getattr(call, "attr", getattr(call, "id", "")) for call in calls)
-    return set(names) - {""}
+    calls = (one for node in nodes for one in ast.walk(node) if isinstance(one, ast.Call))
+    return {_name(one) for one in calls} - {""}
+
+
+def _name(call: ast.Call) -> str:
+    return str(getattr(call.func, "attr", getattr(call.func, "id", "")))

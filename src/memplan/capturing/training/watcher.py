@@ -363,6 +363,8 @@ class StepWatcher:
             later.append("layers unfrozen")
             if self.ending is not None and self.ending.skipped_turns:
                 later.append("further turns of the loops around the training")
+            if self.ending is not None and self.ending.left_a_call:
+                later.append("what an installed package's training does at its end")
             if self.state.recorder.finished:
                 later.append("what the script does after the training")
             return [
