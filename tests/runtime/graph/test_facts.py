@@ -138,7 +138,7 @@ def test_operators_do_what_is_claimed(name: str, monkeypatch: pytest.MonkeyPatch
     torch.manual_seed(1)
     job = JOBS[name]()
     step, _ = compiled(job, monkeypatch)
-    for batch in job.batches[:2]:  # updates are part of the graph from the second call on
+    for batch in job.batches[:2]:
         step(*batch)
     assert not step.report().fallback, step.report()
     watcher = Watcher(step)
@@ -211,7 +211,6 @@ def test_live_bytes_are_those_that_are_predicted(
         return rows
 
     step, found = compiled(job, monkeypatch, order)
-    step._updates.by_optimizer = True
     step(*job.batches[0])
     (made,) = step._capture.programs
     values: list[Any] = []

@@ -222,11 +222,11 @@ def test_labels_that_are_out_of_range_change_nothing() -> None:
 
 
 def failing(step: CompiledStep[...], op: Any, error: BaseException, nth: int = 0) -> None:
-    """The compiled graph's n-th call of an operator raises, once."""
+    """The n-th call of an operator of the graph, or of an update, raises, once."""
     (program,) = step._capture.programs[:1]
     assert isinstance(program, CompiledGraph)
-    space = program.step.executable._space
-    name = next(name for name, value in space.items() if value is op._op)
+    classes = step._updates.class_of.values()
+    updates = {one.each for of in classes for one in of.programs.values()}
     calls = 0
 
     def fail(*args: Any, **kwargs: Any) -> Any:
@@ -236,7 +236,9 @@ def failing(step: CompiledStep[...], op: Any, error: BaseException, nth: int = 0
             raise error
         return op(*args, **kwargs)
 
-    space[name] = fail
+    for code in (program.step.executable, *updates):
+        names = [name for name, value in code._space.items() if value is op._op]
+        code._space.update(dict.fromkeys(names, fail))
 
 
 def dropped() -> nn.Module:
@@ -377,7 +379,6 @@ def test_a_compiled_model_and_its_optimizer_are_copied_and_pickled_but_not_the_s
 def test_an_error_after_updates_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     job = classifier(dropped)
     step = compiled(job)
-    step._updates.by_optimizer = True
     step(*job.batches[0])
     update, calls = step._updates.update, []
 
@@ -396,7 +397,6 @@ def test_an_error_after_updates_says_how_many(monkeypatch: pytest.MonkeyPatch) -
 
 @captures_steps
 def test_an_error_within_the_arithmetic_of_updates_says_how_many() -> None:
-    """From the second call on updates are operators of the graph."""
     job = classifier(dropped)
     step = compiled(job)
     for batch in job.batches[:2]:

@@ -511,23 +511,11 @@ def test_a_step_that_is_dropped_lets_its_model_go() -> None:
     assert [one() for one in held] == [None, None]
 
 
-def test_operators_before_the_first_step_are_those_of_the_second() -> None:
-    job = classifier(make=lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
-    step = memplan.compile(job.loss_fn, optimizer=list(job.optimizers), order=False)
-    before = step.operators(*job.batches[0]).graph.name
-    assert not job.optimizers[0].state
-    for batch in job.batches[:2]:
-        step(*batch)
-    report = programs_of(step)[0].report()
-    assert report.operators == len(before)
-    assert not any("take_gradient" in name for name in before)
-
-
 def test_the_first_step_is_made_once() -> None:
-    """Its updates are operators, and the order is searched once."""
+    """Updates are searched for programs once."""
     step, _ = assert_as_plain(classifier)
-    assert programs_of(step)[0].rebuilds == 0
-    assert programs_of(step)[0].step.classes
+    assert programs_of(step)[0].updates._searches == 1
+    assert step._updates.class_of
 
 
 def kept() -> Job:

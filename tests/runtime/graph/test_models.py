@@ -26,6 +26,11 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), 0.01)
 
 
+def decayed(model: nn.Module) -> torch.optim.Optimizer:
+    """Its update writes to the gradient."""
+    return torch.optim.Adam(model.parameters(), 0.01, weight_decay=0.1)
+
+
 class Norm(nn.Module):
     """Convolution, batch norm and dropout: buffers and random numbers."""
 
@@ -117,6 +122,19 @@ class Shared(nn.Module):
         return x[:, :4] * (self.one + self.two) + self.three.sum() + x[:, :1]
 
 
+class Added(nn.Module):
+    """The gradient of what is added is read again, by that of the layer before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.added = nn.Parameter(torch.randn(5, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last((self.first(x) + self.added).tanh())
+        return found
+
+
 class Experts(nn.Module):
     """Indices that depend on data, of sizes that do not."""
 
@@ -162,6 +180,7 @@ MODELS: dict[str, Callable[[], Job]] = {
     "views": lambda: classifier(Written, adam),
     "halves": lambda: classifier(Halves, adam),
     "shared gradients": lambda: classifier(Shared, adam),
+    "gradient that is read again": lambda: classifier(Added, decayed),
     "experts": lambda: classifier(Experts, adam),
     "u-net": lambda: classifier(Convolutions, adam, IMAGES),
     "frozen": lambda: classifier(frozen, adam),

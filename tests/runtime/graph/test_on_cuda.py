@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import memplan
+from bench.order_jobs.graph import graph_of
 from memplan.capturing.cuda.device import fake_cuda_device
 from memplan.capturing.kernels import rnn
 from memplan.capturing.kernels.convolution import Convolution, ConvSettings, Direction
@@ -70,7 +71,7 @@ def found() -> OperatorGraph:
     x = torch.empty(X, device="cuda")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=False)
     step = memplan.compile(lambda: net(x).square().mean(), optimizer=optimizer)
-    return step.operators()
+    return graph_of(step)
 
 
 def memory(found: OperatorGraph, target: Any) -> CallMemory:

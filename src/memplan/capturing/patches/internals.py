@@ -112,8 +112,7 @@ NAMES: dict[str, tuple[str, ...]] = {
             config.recompile_limit config.skip_fsdp_guards config.skip_nnmodule_hook_guards
             config.skip_no_tensor_aliasing_guards_on_parameters
             config.skip_tensor_guards_with_matching_dict_tags config.trace_numpy
-            exc.BackendCompilerFailed exc.ObservedAttributeError exc.TorchDynamoException
-            exc.Unsupported
+            exc.ObservedAttributeError exc.Unsupported
             exc.unimplemented guards.GuardBuilder guards._get_closure_vars guards.install_guard
             side_effects.SideEffects source.AttrSource source.GlobalSource symbolic_convert
             symbolic_convert.InstructionTranslator

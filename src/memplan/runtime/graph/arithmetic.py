@@ -1,8 +1,8 @@
 """Records a parameter's update: the operators that `torch.optim`'s own code runs on meta tensors.
 
-They become operators of the step's graph, so that temporaries and the gradient are freed at their
-last use. Python numbers among their arguments (learning rate, bias corrections) are not part of the
-graph: the optimizer's code runs again on meta tensors before each step, and gives the new ones.
+They become code of their own (`update_program`), in which temporaries and the gradient are freed at
+their last use. Python numbers among their arguments (learning rate, bias corrections) are not part
+of it: the optimizer's code runs again on meta tensors before each step, and gives the new ones.
 """
 
 from __future__ import annotations
@@ -102,14 +102,12 @@ def arithmetic(
     state: dict[str, Any],
     *,
     known: Arithmetic | None = None,
-    of_second_step: bool = False,
 ) -> Arithmetic | None:
     """Record a parameter's update. None where it cannot be recorded: it creates more state, or uses
     other tensors.
 
     `step` updates a parameter; `begin` creates the state that its first update needs. `known`: an
-    earlier result, which saves time where it is still right. `of_second_step`: record the second
-    update where the first one differs.
+    earlier result, which saves time where it is still right.
     """
     if not one_tensor_at_a_time(group, parameter):
         return None
@@ -121,12 +119,9 @@ def arithmetic(
         try:
             if not state:
                 begin(group, model, states)
-            found = _recorded(step, group, model, states, known)
-            if found is None and of_second_step and not state:
-                found = _recorded(step, group, model, states, None)
+            return _recorded(step, group, model, states, known)
         except Exception:
             return None
-    return found
 
 
 def _recorded(

@@ -13,7 +13,7 @@ from torch import fx
 
 from memplan.capturing.compiled.origins import origin_of
 from memplan.capturing.recording.context import ORIGINS, BufferOrigin
-from memplan.runtime.graph.program import facts_of, is_element
+from memplan.runtime.graph.program import MemplanOp, facts_of
 from memplan.types.trace import Phase
 
 _LITERALS = (type(None), bool, int, str)
@@ -24,8 +24,7 @@ class Executable:
     """A graph as one Python function with one line for each operator.
 
     A line also drops the values that it uses last, which frees their storages unless something
-    outside holds them. Elements of an operator's result are taken on the operator's own line,
-    because the result as a whole would keep all of them alive.
+    outside holds them.
     """
 
     def __init__(
@@ -37,16 +36,16 @@ class Executable:
         grad_mode: bool = True,
         whole_step: bool = False,
     ) -> None:
-        """`order`: all nodes but inputs and output, each after those that it needs. `output`: its
-        first argument is returned. `grad_mode`: run forward's nodes with gradients enabled and
+        """`order`: all nodes but inputs and output, each after those that it needs; elements of a
+        result right after it, because as a whole it keeps all of them alive. `output`: its first
+        argument is returned. `grad_mode`: run forward's nodes with gradients enabled and
         backward's without, as autograd does; otherwise the mode of the caller is kept.
         `whole_step`: the graph has the backward pass in it, of which a trace of memory should know.
         Raises ValueError where a node comes before one that it needs."""
         self._sets_grad_mode = grad_mode
-        self._nodes = [node for node in order if not is_element(node) and node.op != "get_attr"]
+        self._nodes = [node for node in order if node.op != "get_attr"]
         self._space: dict[str, Any] = {}
         self._constants: dict[int, str] = {}
-        self._kept: list[Any] = []
         names = {node: f"v{number}" for number, node in enumerate((*inputs, *order))}
         self._names = names
         for node in order:
@@ -99,52 +98,52 @@ class Executable:
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """Nodes in the order in which they run, without elements of results."""
+        """Nodes in the order in which they run."""
         return self._nodes
 
     def _write(self, inputs: Sequence[fx.Node], output: fx.Node) -> list[str]:
         names = self._names
-        given = set(inputs)
-        elements: dict[fx.Node, list[fx.Node]] = {}
-        for node in names:
-            if is_element(node) and node not in given:
-                elements.setdefault(_origin(node), []).append(node)
-        last = _last_lines(self._nodes, elements, output)
+        last = {
+            used: line
+            for line, node in enumerate(self._nodes)
+            for used in (node, *node.all_input_nodes)
+        }
+        stays = {*output.all_input_nodes, *(node for node in names if node.op == "get_attr")}
         dropped: dict[int, list[str]] = {}
         for node, line in last.items():
-            dropped.setdefault(line, []).append(names[node])
-        returned = set(output.all_input_nodes)
-        unused = [names[node] for node in inputs if node not in last and node not in returned]
+            if node not in stays:
+                dropped.setdefault(line, []).append(names[node])
+        unused = [names[node] for node in inputs if node not in last and node not in stays]
         unpack = f"{', '.join(names[node] for node in inputs)}, = values" if inputs else "pass"
         lines = ["def step(values):", f"    {unpack}", "    values.clear()", f"    {_drop(unused)}"]
         assert len(lines) == _FIRST_LINE - 1
-        there = {node for node in names if node.op in ("placeholder", "get_attr")} | given
+        there = {*inputs, *(node for node in names if node.op == "get_attr")}
         grad_mode: bool | None = None
         for line, node in enumerate(self._nodes):
-            for used in node.all_input_nodes:
-                if used not in there:
-                    raise ValueError(f"{node} runs before {used}, which it needs")
-            parts = [f"{names[node]} = {self._call(node)}"]
-            sets = self._sets_grad_mode and not _is_view(node)
-            if sets and grad_mode is not (not facts_of(node).backward):
-                grad_mode = not facts_of(node).backward
-                parts.insert(0, f"{self._constant(torch._C._set_grad_enabled)}({grad_mode})")
+            if missing := next((one for one in node.all_input_nodes if one not in there), None):
+                raise ValueError(f"{node} runs before {missing}, which it needs")
             there.add(node)
-            for element in elements.get(node, ()):
-                parts.append(
-                    f"{names[element]} = {self._expression(element.args[0])}[{element.args[1]!r}]"
-                )
-                there.add(element)
-            if line in dropped:
-                parts.append(_drop(dropped[line]))
+            parts = self._call(node, dropped.get(line, ()))
+            with_gradients = not facts_of(node).backward
+            sets = self._sets_grad_mode and not _is_view(node)
+            if sets and grad_mode is not with_gradients:
+                grad_mode = with_gradients
+                parts.insert(0, f"{self._constant(torch._C._set_grad_enabled)}({grad_mode})")
+            parts.append(_drop(dropped.get(line, ())))
             lines.append("    " + "; ".join(parts))
         lines.append(f"    return {self._tuple(output.args[0])}")
         return lines
 
-    def _call(self, node: fx.Node) -> str:
+    def _call(self, node: fx.Node, dropped: Sequence[str]) -> list[str]:
+        """The statements of a call. `dropped`: names of values that nothing needs afterwards."""
+        statements = []
         arguments = [self._expression(value) for value in node.args]
+        if isinstance(node.target, MemplanOp) and (place := node.target.takes) is not None:
+            taken, arguments[place] = arguments[place], "taken"
+            statements = [f"taken = [{taken}]", *([f"{taken} = None"] if taken in dropped else [])]
         arguments += [f"{key}={self._expression(value)}" for key, value in node.kwargs.items()]
-        return f"{self._constant(called(node))}({', '.join(arguments)})"
+        call = f"{self._constant(called(node))}({', '.join(arguments)})"
+        return [*statements, f"{self._names[node]} = {call}"]
 
     def _tuple(self, value: Any) -> str:
         return f"({''.join(self._expression(item) + ', ' for item in _items(value))})"
@@ -169,7 +168,6 @@ class Executable:
         if name is None:
             name = f"c{len(self._constants)}"
             self._constants[id(value)] = name
-            self._kept.append(value)
             self._space[name] = value
         return name
 
@@ -210,31 +208,6 @@ def _is_view(node: fx.Node) -> bool:
 
 def _items(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (list, tuple)) else (value,)
-
-
-def _origin(node: fx.Node) -> fx.Node:
-    while is_element(node):
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        node = source
-    return node
-
-
-def _last_lines(
-    nodes: Sequence[fx.Node], elements: dict[fx.Node, list[fx.Node]], output: fx.Node
-) -> dict[fx.Node, int]:
-    """The line that uses each node's value last, or that computes it if none uses it. Returned
-    values are left out."""
-    last: dict[fx.Node, int] = {}
-    for line, node in enumerate(nodes):
-        last[node] = line
-        for element in elements.get(node, ()):
-            last[element] = line
-        for used in node.all_input_nodes:
-            last[used] = line
-    for returned in output.all_input_nodes:
-        last.pop(returned, None)
-    return {node: line for node, line in last.items() if node.op != "get_attr"}
 
 
 def _drop(names: Sequence[str]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,25 +109,18 @@ class FusedParts(CustomPartitionerFn):
         backward = bool(options.get("is_backward"))
         part = PartInterface(module, inputs)
         buffers = memory.input_buffers(part, backward=backward)
-        with self._inputs_known(buffers, options):
-            run, kernels = compiled(
-                module,
-                inputs,
-                buffers,
-                resident=memory.resident(buffers),
-                deadline_seconds=self._seconds,
-                **options,
-            )
+        run, kernels = compiled(
+            module,
+            inputs,
+            buffers,
+            resident=memory.resident(buffers),
+            deadline_seconds=self._seconds,
+            **options,
+        )
         if kernels is None:
             self._refuse("it has sizes that are not known")
             return run, None, 0
         return run, kernels, memory.peak(part, buffers, kernels, backward=backward)
-
-    def _inputs_known(
-        self, _buffers: list[InputBuffer | None], _options: dict[str, Any]
-    ) -> AbstractContextManager[None]:
-        """Hook for subclasses: tell Inductor more of a part's inputs, by options or a context."""
-        return nullcontext()
 
     def _promise(self, peak: int, kernels: CompiledKernels) -> None:
         self.promised_bytes = max(self.promised_bytes, peak)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 from weakref import WeakValueDictionary
@@ -22,14 +22,14 @@ from torch._guards import TracingContext
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
 
-from memplan.runtime.graph.compile import Budget
 from memplan.runtime.graph.fused import (
     PARAMETER,
     CallerMemory,
     FusedParts,
+    PartInterface,
     add_placeholder,
 )
-from memplan.runtime.graph.inductor import uncached
+from memplan.runtime.graph.inductor import CompiledKernels, uncached
 from memplan.runtime.graph.inductor_buffers import SCRATCH, InputBuffer
 from memplan.runtime.graph.joint import (
     Joint,
@@ -43,8 +43,9 @@ from memplan.runtime.graph.joint import (
     same_layout,
 )
 from memplan.runtime.graph.report import ProgramReport
+from memplan.runtime.graph.setup import Setup
 from memplan.runtime.graph.update_nodes import TakeGradient
-from memplan.runtime.graph.updates import Updates
+from memplan.runtime.graph.updates import UpdatePlan, Updates
 
 _SMALL_ELEMENTS = 2**14
 """Elements of a parameter for which a call of its own costs more than its update."""
@@ -90,7 +91,7 @@ class _GradientTaker:
         updates = self._updates
         for parameter, gradient in zip(parameters, gradients, strict=True):
             stays = not (updates.in_graph and updates.trains(parameter))
-            alike = gradient.stride() == parameter.stride() or updates.updates_in_chunks(parameter)
+            alike = gradient.stride() == parameter.stride() or id(parameter) in updates.class_of
             TakeGradient(updates, stays or not alike).hold(parameter, gradient)
         if updates.in_graph:
             updates.update(*parameters)
@@ -123,29 +124,20 @@ class FusedStepParts(FusedParts):
     def __init__(
         self,
         primals: Sequence[Any],
-        updates: Updates,
-        scaler: torch.amp.GradScaler | None,
+        setup: Setup,
         *,
-        keep: bool,
-        base: Sequence[int],
-        step_scratch_bytes: int,
-        budget: Budget,
-        deadline_seconds: float,
         refuse: Callable[[fx.GraphModule, int], None],
         wrap: Callable[[FusedStepParts], Callable[[list[Any]], list[Any]]],
         without_gradient: Callable[[], Any],
     ) -> None:
-        """`keep`: gradients stay in `.grad`. `base`: bytes of optimizer state and of gradients of
-        earlier calls, by block. `step_scratch_bytes`: bytes that the optimizers' step allocates and
-        frees where it comes after backward. `refuse` gets the joint graph and the number of
-        forward's results, and raises where the graph is not the step. `wrap` makes the function
-        that PyTorch calls. `without_gradient` raises for a graph that has no backward."""
-        super().__init__(budget, deadline_seconds)
-        self._updates = updates
-        self._scaler = scaler
-        self._keep_gradients = keep
-        self._base = base
-        self._step_scratch_bytes = step_scratch_bytes
+        """`refuse` gets the joint graph and the number of forward's results, and raises where the
+        graph is not the step. `wrap` makes the function that PyTorch calls. `without_gradient`
+        raises for a graph that has no backward."""
+        super().__init__(setup.options.budget, setup.options.deadline_seconds)
+        self._updates, self._scaler = setup.updates, setup.scaler
+        self._plan = UpdatePlan(setup.updates)
+        self._keep_gradients = setup.keeps_gradients()
+        self._always = setup.resident_blocks(), setup.scratch_after_bytes()
         self._check_graph = refuse
         self._wrap = wrap
         self._without_gradient = without_gradient
@@ -212,16 +204,18 @@ class FusedStepParts(FusedParts):
         self._parameters.clear()
         self._primal_nodes.clear()
 
-    def _inputs_known(
-        self, buffers: list[InputBuffer | None], options: dict[str, Any]
-    ) -> AbstractContextManager[None]:
+    def _compiled(
+        self, module: fx.GraphModule, inputs: Sequence[Any], memory: CallerMemory, **options: Any
+    ) -> tuple[Any, CompiledKernels | None, int]:
         if options.get("dry_run"):
-            return nullcontext()
-        if not options["is_backward"]:
-            return _donating(())
-        lasting = (place for place, one in enumerate(buffers) if one and one.outlives_graph)
-        options["static_input_idxs"] = list(lasting)
-        return _donating(buffers)
+            return super()._compiled(module, inputs, memory, **options)
+        buffers: list[InputBuffer | None] = []
+        if options["is_backward"]:
+            buffers = memory.input_buffers(PartInterface(module, inputs), backward=True)
+            lasting = (place for place, one in enumerate(buffers) if one and one.outlives_graph)
+            options["static_input_idxs"] = list(lasting)
+        with _donating(buffers):
+            return super()._compiled(module, inputs, memory, **options)
 
     def _split(self, joint: Joint, module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
         forward, backward = super()._split(joint, module)
@@ -229,7 +223,7 @@ class FusedStepParts(FusedParts):
         return forward, backward
 
     def _caller_memory(self, results: int | None) -> CallerMemory:
-        return CallerMemory(results, self._base, self._step_scratch_bytes)
+        return CallerMemory(results, *self._always)
 
     def _finish_backward(self, backward: fx.GraphModule, memory: CallerMemory) -> None:
         """Let backward itself call `take_gradients`, and return nothing.
@@ -310,7 +304,7 @@ class FusedStepParts(FusedParts):
         outputs.clear()
         saved.clear()
         extra.clear()
-        self._updates.begin_chunked_updates(trained.values())
+        self._plan.begin(trained.values())
         with torch._C._DisableAutocast():
             gradients = backward(inputs)
         if self._keep_gradients:
@@ -328,7 +322,7 @@ class FusedStepParts(FusedParts):
                 seen.add(storage.data_ptr())
                 whole = storage.nbytes() == parameter.numel() * parameter.element_size()
                 alike = gradient.stride() == parameter.stride()
-                TakeGradient(self._updates, shared or not (whole and alike))(parameter, gradient)
+                TakeGradient(self._updates, shared or not (whole and alike))(parameter, [gradient])
 
     def written_until(self, _error: BaseException) -> list[str]:
         """Names of inputs, no trained parameters, that the step may have written."""

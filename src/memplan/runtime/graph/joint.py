@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,29 +18,19 @@ import torch
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import default_partition
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memplan.runtime.graph.arithmetic import (
-    DEVICE,
-    GRADIENT,
-    PARAMETER,
-    Arithmetic,
-    Ref,
-    Token,
-)
 from memplan.runtime.graph.program import (
     BACKWARD,
     NODE_NAME,
-    PARAMETER_ID,
     UPDATE,
     MemplanOp,
     facts_of,
     program_of,
 )
 from memplan.runtime.graph.rematerialize import NodeReplay, rematerialized, saved_by
-from memplan.runtime.graph.update_nodes import Number, State, TakeGradient
-from memplan.runtime.graph.updates import Updates
+from memplan.runtime.graph.setup import Setup
+from memplan.runtime.graph.update_nodes import TakeGradient
 from memplan.types.allocation import ROUNDING
 from memplan.types.errors import UsageError
 
@@ -69,6 +59,12 @@ class Joint:
         """Names of primals that forward changes. The graph returns their new values, which the
         caller then copies into them."""
         return {node.name for node in changed_inputs(self.module)}
+
+    @cached_property
+    def trained(self) -> list[int]:
+        """Places of primals that have a gradient."""
+        gradients = returned(self.module)[self.results :]
+        return [place for place, one in enumerate(gradients) if isinstance(one, fx.Node)]
 
     def parts(self, replays: Sequence[NodeReplay] = ()) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Forward and backward; backward recomputes what the replays say."""
@@ -157,20 +153,11 @@ class Bernoulli(MemplanOp):
 
 
 def whole_step(
-    joint: Joint,
-    replays: Sequence[NodeReplay],
-    updates: Updates,
-    scaler: torch.amp.GradScaler | None,
-    primals: Sequence[Any],
-    *,
-    keep: bool,
-    step_after: bool,
+    joint: Joint, replays: Sequence[NodeReplay], setup: Setup, primals: Sequence[Any]
 ) -> fx.GraphModule:
     """Forward, backward and updates in one graph, with the primals as inputs and forward's outputs.
 
-    Each gradient is used by a `TakeGradient` or by operators that update its parameter. `keep`:
-    gradients are outputs, too, because they stay in `.grad`. `step_after`: the optimizers' step
-    comes after the graph.
+    Each gradient is used by a `TakeGradient`. Gradients that stay in `.grad` are outputs, too.
 
     Raises UncapturedError and UsageError where backward does not start with the gradient of one
     number.
@@ -179,20 +166,21 @@ def whole_step(
     graph = fx.Graph()
     outputs = add_forward(graph, forward)
     like = loss_gradient(joint.module)
-    start = graph.call_function(LossGradient(like, scaler), ())
+    start = graph.call_function(LossGradient(like, setup.scaler), ())
     start.meta = {"val": like, BACKWARD: True}
     place = dict(zip(returned(forward), outputs, strict=True))
     saved = [place[node] for node in saved_by(forward, joint.results)]
     gradients = add_backward(graph, backward, [*saved, start])
+    results, keep = outputs[: joint.results], setup.keeps_gradients()
     with _disable_current_modes():
         root = constants(forward, backward)
         program_of(fx.GraphModule(root, graph))
-        _append_updates(graph, gradients, updates, primals, keep=keep, step_after=step_after)
+        _append_updates(graph, gradients, results, setup, primals)
     kept = [one for one in gradients if isinstance(one, fx.Node)] if keep else []
-    if step_after:
-        update = graph.call_function(AfterBackward(updates.step_scratch_bytes()), tuple(kept))
+    if not setup.updates_in_graph():
+        update = graph.call_function(AfterBackward(setup.scratch_after_bytes()), tuple(kept))
         update.meta = {"val": None, BACKWARD: True, UPDATE: True}
-    graph.output((*outputs[: joint.results], *kept))
+    graph.output((*results, *kept))
     module = fx.GraphModule(root, graph)
     graph.lint()
     return module
@@ -319,72 +307,33 @@ def check_loss(loss: torch.Tensor) -> None:
 def _append_updates(
     graph: fx.Graph,
     gradients: Sequence[Any],
-    updates: Updates,
+    results: Sequence[Any],
+    setup: Setup,
     primals: Sequence[Any],
-    *,
-    keep: bool,
-    step_after: bool,
 ) -> None:
+    updates, in_graph, keep = setup.updates, setup.updates_in_graph(), setup.keeps_gradients()
     inputs = list(graph.find_nodes(op="placeholder"))
-    storages = [facts_of(one).storage if isinstance(one, fx.Node) else None for one in gradients]
-    of_inputs = {facts_of(node).storage for node in inputs}
+    storages = [_storage(one) for one in gradients]
+    lasting = {_storage(one) for one in (*inputs, *results)}
     for place, gradient in enumerate(gradients):
         if not isinstance(gradient, fx.Node):
             continue
-        update = (
-            None
-            if keep or updates.by_optimizer or not updates.in_graph
-            else updates.arithmetic(primals[place])
-        )
-        if update is not None:
-            _append_update(graph, inputs[place], gradient, updates, primals[place], *update)
-            continue
-        shared = storages.count(storages[place]) > 1 or storages[place] in of_inputs
-        copies = shared or not same_layout(gradient, primals[place])
+        parameter = primals[place]
+        shared = storages.count(storages[place]) > 1 or storages[place] in lasting
+        copies = shared or not same_layout(gradient, parameter)
         take = TakeGradient(updates, copies)
-        if not step_after:
-            _, take.scratch_bytes = updates.state_bytes(primals[place])
-            take.can_wait = not copies and updates.is_batched(primals[place])
+        if in_graph:
+            take.scratch_bytes = updates.scratch_bytes(parameter, parameter.stride())
+            take.scratch_bytes += copies * parameter.numel() * parameter.element_size()
+            take.can_wait = not copies and updates.is_batched(parameter)
+            if not (copies or take.can_wait or keep):
+                take.writes = (0, 1)  # the update may use the gradient's memory
         node = graph.call_function(take, (inputs[place], gradient))
         node.meta = {"val": None, BACKWARD: True, UPDATE: True}
 
 
-def _append_update(
-    graph: fx.Graph,
-    place: fx.Node,
-    gradient: fx.Node,
-    updates: Updates,
-    parameter: torch.Tensor,
-    arithmetic: Arithmetic,
-    read: Callable[[int], float],
-) -> None:
-    """Append the operators of a parameter's update."""
-    nodes: dict[Token, fx.Node] = {PARAMETER: place, GRADIENT: gradient}
-
-    def add_read(target: MemplanOp, val: Any) -> fx.Node:
-        node = graph.call_function(target, ())
-        node.meta = {"val": val, BACKWARD: True, UPDATE: True}
-        return node
-
-    for key, val in zip(arithmetic.state, arithmetic.initial_state, strict=True):
-        nodes["state", key] = add_read(State(updates, parameter, key), val)
-
-    def argument(leaf: Any) -> Any:
-        if not isinstance(leaf, Ref):
-            return leaf
-        if leaf.token == DEVICE:
-            return parameter.device
-        if leaf.token[0] == "number":
-            return add_read(Number(read, leaf.token[1]), None)  # type: ignore[arg-type]
-        return nodes[leaf.token]
-
-    for number, operation in enumerate(arithmetic.operations):
-        leaves = [argument(leaf) for leaf in operation.arguments]
-        args, kwargs = pytree.tree_unflatten(leaves, operation.spec)
-        node = graph.call_function(operation.func, args, kwargs)
-        node.meta = {"val": arithmetic.results[number], BACKWARD: True, UPDATE: True}
-        node.meta[PARAMETER_ID] = id(parameter)
-        nodes["made", number, 0] = node
+def _storage(one: Any) -> int | None:
+    return facts_of(one).storage if isinstance(one, fx.Node) else None
 
 
 def same_layout(gradient: fx.Node, parameter: torch.Tensor) -> bool:

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
 
-class _Accumulator(NamedTuple):
-    """A leaf's AccumulateGrad node and its hooks. Autograd creates the node when it needs one, and
-    holds only a weak reference."""
-
-    node: Any
-    hooks: tuple[Any, ...]
-
-    @property
-    def hooked(self) -> bool:
-        return any(self.hooks)
-
-
 class LeafHooks:
     """Leaves with their AccumulateGrad nodes, kept from call to call: to ask autograd again takes
-    microseconds for each."""
+    microseconds for each. Autograd creates a node when it needs one, and holds only a weak
+    reference."""
 
     def __init__(self) -> None:
-        self._held: dict[int, _Accumulator] = {}
+        self._held: dict[int, tuple[Any, list[Any]]] = {}
+        """Each node, with what refers to its hooks."""
 
     def refusal(self, inputs: Iterable[Any]) -> str:
         """Why the gradient of some input cannot simply be stored; empty if all can.
@@ -43,10 +33,10 @@ class LeafHooks:
                 if one._backward_hooks or one._post_accumulate_grad_hooks:
                     return _HOOKED
                 known = before.pop(id(one), None) or _accumulator(one)
-                if known.hooked:
+                if any(known[1]):
                     del known
                     known = _accumulator(one)  # the same node if something else still holds it
-                if known.hooked:
+                if any(known[1]):
                     return _HOOKED
                 self._held[id(one)] = known
         return ""
@@ -59,7 +49,7 @@ class LeafHooks:
 _HOOKED = "a hook on a parameter's gradient"
 
 
-def _accumulator(leaf: torch.Tensor) -> _Accumulator:
+def _accumulator(leaf: torch.Tensor) -> tuple[Any, list[Any]]:
     node = get_gradient_edge(leaf).node
     found = []
     for register in (node.register_prehook, node.register_hook):
@@ -67,7 +57,7 @@ def _accumulator(leaf: torch.Tensor) -> _Accumulator:
         handle = register(_nothing)
         found.append(handle.hooks_dict_ref())
         handle.remove()
-    return _Accumulator(node, tuple(found))
+    return node, found
 
 
 def _nothing(*_gradients: Any) -> None:

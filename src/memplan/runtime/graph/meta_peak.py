@@ -29,7 +29,7 @@ class MetaPeak(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for one in tensors(result):
             if one.untyped_storage()._cdata not in given:
-                self._alive[WeakIdRef(one)] = storage_bytes(one)
+                self._alive[WeakIdRef(one.untyped_storage())] = storage_bytes(one)
         self._alive = {ref: size for ref, size in self._alive.items() if ref() is not None}
         self.peak = max(self.peak, sum(self._alive.values()))
         return result

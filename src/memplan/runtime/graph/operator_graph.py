@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import fx
 
-from memplan.runtime.graph.program import Facts, MemplanOp, Program, facts_of
+from memplan.runtime.graph.program import MemplanOp, Program, facts_of, is_element
 from memplan.types.graph import Graph, csr
 from memplan.types.trace import I64
 
@@ -43,7 +43,27 @@ class OperatorGraph:
 
     def schedule(self, order: Sequence[int] | I64) -> list[fx.Node]:
         """All nodes but placeholders and output, with the program's operators in `order`."""
-        return _Schedule(self.program.graph_module.graph).of([self.nodes[int(op)] for op in order])
+        placed: dict[fx.Node, None] = dict.fromkeys(self.program.placeholders)
+
+        def place(node: fx.Node) -> None:
+            if node not in placed:
+                for needed in node.all_input_nodes:
+                    place(needed)
+                put(node)
+
+        def put(node: fx.Node) -> None:
+            """Elements of an operator's result follow at once: while the tuple exists, it keeps all
+            of them alive."""
+            placed[node] = None
+            for user in node.users if _is_operator(node) or is_element(node) else ():
+                if user.target is operator.getitem and user not in placed:
+                    put(user)
+
+        for op in order:
+            place(self.nodes[int(op)])
+        for node in self.program.output.all_input_nodes:
+            place(node)
+        return [node for node in placed if node.op != "placeholder"]
 
 
 def operator_graph(program: Program) -> OperatorGraph:
@@ -54,7 +74,7 @@ def operator_graph(program: Program) -> OperatorGraph:
     graph = program.graph_module.graph
     nodes = [node for node in graph.nodes if _is_operator(node)]
     row = {node: number for number, node in enumerate(nodes)}
-    before = _dependencies(nodes, row)
+    before = _dependencies(graph, row)
     lasting = _lasting(program)
     used: dict[int, list[int]] = {}
     makers: dict[int, int] = {}
@@ -69,7 +89,7 @@ def operator_graph(program: Program) -> OperatorGraph:
     before_start, before_rows = csr([before[number] for number in range(len(nodes))])
     users_start, users = csr([used.get(index, []) for index in values])
     made = Graph(
-        name=[_name(node) for node in nodes],
+        name=[str(node.target) for node in nodes],
         scratch=np.array([facts_of(node).memory.expected for node in nodes], np.int64),
         before_start=before_start,
         before=before_rows,
@@ -95,110 +115,41 @@ def is_barrier(node: fx.Node) -> bool:
     return isinstance(node.target, MemplanOp) and node.target.barrier
 
 
-def _name(node: fx.Node) -> str:
-    return str(node.target)
-
-
-def _dependencies(nodes: list[fx.Node], row: dict[fx.Node, int]) -> list[set[int]]:
+def _dependencies(graph: fx.Graph, row: dict[fx.Node, int]) -> list[set[int]]:
     """The operators that must run before each one, without some that others imply."""
-    roots = _Roots(row)
+    makers: dict[fx.Node, set[int]] = {}
+    """The operators whose results a node shows, through views and arithmetic of numbers."""
     written: dict[int, int] = {}
     read: dict[int, list[int]] = {}
     chains: dict[str, int] = {}
     before: list[set[int]] = []
-    barrier = 0
-    for number, node in enumerate(nodes):
-        facts = facts_of(node)
-        needs = set(roots.of_arguments(node))
-        for index in facts.reads:
-            if index in written:
-                needs.add(written[index])
-        for index in facts.writes:
-            if index in written:
-                needs.add(written[index])
-            needs.update(read.get(index, ()))
-        for chain in facts.chains:
-            if chain in chains:
-                needs.add(chains[chain])
-            chains[chain] = number
-        if number and is_barrier(nodes[barrier]):
+    barrier: int | None = None
+    for node in graph.nodes:
+        needs = set[int]().union(*(makers[one] for one in node.all_input_nodes))
+        makers[node] = needs
+        if node not in row:
+            continue
+        number, facts = row[node], facts_of(node)
+        makers[node] = {number}
+        needs.update(written[index] for index in (*facts.reads, *facts.writes) if index in written)
+        needs.update(other for index in facts.writes for other in read.get(index, ()))
+        needs.update(chains[chain] for chain in facts.chains if chain in chains)
+        chains.update(dict.fromkeys(facts.chains, number))
+        if barrier is not None:
             needs.add(barrier)
         if is_barrier(node):
-            needs.update(range(barrier, number))
+            needs.update(range(barrier or 0, number))
             barrier = number
-        _note(facts, number, written, read)
+        for index in facts.reads:
+            read.setdefault(index, []).append(number)
+        for index in (*facts.writes, *facts.makes):
+            written[index] = number
+            read[index] = []
         before.append(needs)
     return before
-
-
-def _note(facts: Facts, number: int, written: dict[int, int], read: dict[int, list[int]]) -> None:
-    for index in facts.reads:
-        read.setdefault(index, []).append(number)
-    for index in (*facts.writes, *facts.makes):
-        written[index] = number
-        read[index] = []
-
-
-class _Roots:
-    """Finds the operators whose results a node uses, through views and arithmetic of numbers."""
-
-    def __init__(self, row: dict[fx.Node, int]) -> None:
-        self._row = row
-        self._known: dict[fx.Node, frozenset[int]] = {}
-
-    def of_arguments(self, node: fx.Node) -> frozenset[int]:
-        return frozenset[int]().union(*map(self._of, node.all_input_nodes))
-
-    def _of(self, node: fx.Node) -> frozenset[int]:
-        if node in self._row:
-            return frozenset((self._row[node],))
-        if node.op == "placeholder":
-            return frozenset()
-        if node not in self._known:
-            self._known[node] = self.of_arguments(node)
-        return self._known[node]
 
 
 def _lasting(program: Program) -> set[int]:
     """Storages that are alive at the end: inputs, which the caller holds, and outputs."""
     shown = (facts_of(node).storage for node in program.output.all_input_nodes)
     return (set(program.inputs) | {index for index in shown if index is not None}) - {-1}
-
-
-class _Schedule:
-    """Puts all other nodes of a graph between its operators."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self._all = list(graph.nodes)
-        self._placed: dict[fx.Node, None] = {}
-
-    def of(self, nodes: list[fx.Node]) -> list[fx.Node]:
-        for node in self._all:
-            if node.op == "placeholder":
-                self._placed[node] = None
-        for node in nodes:
-            self._place(node)
-        output = self._all[-1]
-        self._place(output)
-        return [node for node in self._placed if node.op not in ("placeholder", "output")]
-
-    def _place(self, node: fx.Node) -> None:
-        """Place a node after the nodes without a kernel that it needs. Elements of its result
-        follow at once: while the tuple exists, it keeps all of them alive."""
-        waiting = [node]
-        while waiting:
-            top = waiting[-1]
-            missing = [n for n in top.all_input_nodes if n not in self._placed]
-            if missing:
-                waiting += missing
-                continue
-            waiting.pop()
-            self._placed[top] = None
-            if _is_operator(top):
-                self._elements(top)
-
-    def _elements(self, node: fx.Node) -> None:
-        for user in node.users:
-            if user.target is operator.getitem and user not in self._placed:
-                self._placed[user] = None
-                self._elements(user)

@@ -33,8 +33,6 @@ RANDOM = "random numbers"
 """The chain of operators that draw random numbers."""
 UPDATE = "memplan_update"
 """Key in `node.meta`: whether a node belongs to the optimizer's step."""
-PARAMETER_ID = "memplan_of"
-"""Key in `node.meta`: the `id` of the parameter that an operator helps to update."""
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor")
 
 
@@ -51,8 +49,8 @@ class MemplanOp:
     """Whether no other node may move across it."""
     scratch_bytes: int = 0
     """Memory that it allocates and frees while it runs."""
-    is_input: bool = False
-    """Whether it only reads what exists outside of the graph, without a kernel."""
+    takes: int | None = None
+    """The place of an argument that it is given in a list, to free it while it runs."""
 
     def __call__(self, *args: Any) -> Any:
         raise NotImplementedError
@@ -84,8 +82,6 @@ class Facts:
     no_kernel: bool = False
     """A view, an input or an element of an operator's result: it costs nothing, and runs right
     before its first user."""
-    source: str = ""
-    """Module path or `file:line`; empty when unknown."""
     backward: bool = False
     update: bool = False
     """Whether it belongs to the optimizer's step."""
@@ -139,7 +135,9 @@ def program_of(module: fx.GraphModule, held: Sequence[int] = ()) -> Program:
     inputs = []
     for node in module.graph.nodes:
         if node.op == "placeholder":
-            inputs.append(reader.input(node))
+            inputs.append(reader.given(node))
+        elif node.op == "get_attr":
+            reader.given(node)
         elif node.op != "output":
             node.meta[FACTS] = reader.facts(node)
     nodes = [node for node in module.graph.nodes if node.op != "output"]
@@ -169,7 +167,7 @@ class _Reader:
         self._storage_of: dict[fx.Node, Any] = {}
         """The storage of each tensor of a node's result, in a structure like that of the result."""
 
-    def input(self, node: fx.Node) -> int:
+    def given(self, node: fx.Node) -> int:
         val = node.meta.get("val")
         storage = self._new_storage(val, node.name) if isinstance(val, torch.Tensor) else None
         self._storage_of[node] = storage
@@ -177,16 +175,6 @@ class _Reader:
         return -1 if storage is None else storage
 
     def facts(self, node: fx.Node) -> Facts:
-        if node.op == "get_attr":
-            val = node.meta.get("val")
-            self._storage_of[node] = self._new_storage(val, node.name) if val is not None else None
-            return Facts(storage=self._single_storage(node), no_kernel=True)
-        if isinstance(node.target, MemplanOp) and node.target.is_input:
-            self._storage_of[node] = None
-            if isinstance(node.meta.get("val"), torch.Tensor):
-                self.storages.append(StorageFacts(0, _name(node)))
-                self._storage_of[node] = len(self.storages) - 1
-            return Facts(storage=self._single_storage(node), no_kernel=True)
         if node.op != "call_function":
             raise ValueError(f"a node of kind {node.op}: {node.format_node()}")
         if node.target is operator.getitem:
@@ -194,7 +182,7 @@ class _Reader:
             assert isinstance(source, fx.Node) and isinstance(place, int)
             within = self._storage_of[source]
             self._storage_of[node] = within[place] if isinstance(within, (list, tuple)) else within
-            return Facts(storage=self._single_storage(node), no_kernel=True, source=_source(node))
+            return Facts(storage=self._single_storage(node), no_kernel=True)
         before = len(self.storages)
         self._storage_of[node] = self._result(node)
         shown = self._storages(node)
@@ -208,7 +196,6 @@ class _Reader:
             storage=self._single_storage(node),
             chains=chains,
             no_kernel=bool(shown) and not (makes or writes or chains),
-            source=_source(node),
             backward=bool(node.meta.get(BACKWARD)),
             update=bool(node.meta.get(UPDATE)),
             flops=_flops(node),
@@ -380,14 +367,6 @@ def _memory(node: fx.Node) -> CallMemory:
 
 def _value(node: fx.Node) -> Any:
     return node.meta.get("val")
-
-
-def _source(node: fx.Node) -> str:
-    modules = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if modules:
-        path = str(next(reversed(modules.values()))[0])
-        return path.removeprefix("L['self'].").removeprefix("L['self']")
-    return ""
 
 
 def _flops(node: fx.Node) -> int:

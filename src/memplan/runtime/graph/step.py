@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Generic, ParamSpec
 
 import torch
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, Unsupported
+from torch._dynamo.exc import Unsupported
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
@@ -27,10 +27,9 @@ from memplan.runtime.graph.extra_guards import (
 )
 from memplan.runtime.graph.joint import check_loss
 from memplan.runtime.graph.leaf_hooks import LeafHooks
-from memplan.runtime.graph.operator_graph import OperatorGraph
 from memplan.runtime.graph.report import CompileReport, ProgramReport
+from memplan.runtime.graph.setup import Setup
 from memplan.runtime.graph.step_capture import (
-    CaptureOnlyError,
     StepCapture,
     no_gradient,
     wraps_several_tensors,
@@ -76,9 +75,7 @@ class CompiledStep(Generic[P]):
         self._updates = Updates(optimizers)
         self._updates.keep_gradients = options.keep_gradients
         self._leaf_hooks = LeafHooks()
-        # With accumulation, calls with and without updates share a graph; Inductor fuses no
-        # updates.
-        self._updates.by_optimizer = options.accumulate > 1 or options.codegen == "inductor"
+        self._updates.chunked = options.codegen == "inductor"
         self._past: list[ProgramReport] = []
         """Reports of graphs that are never run again."""
         self._micro = 0
@@ -89,7 +86,8 @@ class CompiledStep(Generic[P]):
         self._fallback = missing_guards()
         self._captures = 0
         """How often everything was captured anew because of something that no guard compares."""
-        self._capture = StepCapture(loss_fn, self._updates, scaler, options)
+        self._setup = Setup(self._updates, scaler, options)
+        self._capture = StepCapture(loss_fn, self._setup)
         if self._fallback:
             log.warning("memplan: %s runs plainly: %s", self.__name__, self._fallback)
 
@@ -156,38 +154,12 @@ class CompiledStep(Generic[P]):
     def _reports(self) -> list[ProgramReport]:
         return [one.report() for one in self._capture.programs]
 
-    def operators(self, *args: P.args, **kwargs: P.kwargs) -> OperatorGraph:
-        """The whole step as a graph in program order, for these arguments; it is not run.
-
-        Raises UsageError where PyTorch cannot capture it in one graph.
-        """
-        with _one_at_a_time:
-            return self._capture_operators(args, kwargs)
-
-    def _capture_operators(self, args: Any, kwargs: Any) -> OperatorGraph:
-        self._updates.begin()
-        self._updates.in_graph = self._capture.can_update_in_graph()
-        self._capture.capture_only = self._updates.of_second_step = True
-        try:
-            self._capture(*args, **kwargs)
-        except BackendCompilerFailed as error:
-            if isinstance(error.inner_exception, CaptureOnlyError):
-                return error.inner_exception.found
-            why = _reason(error.inner_exception)
-            raise UsageError(f"no graph: {why}", "another function") from error
-        except TorchDynamoException as error:
-            raise UsageError(f"no graph: {_reason(error)}", "another function") from error
-        finally:
-            self._capture.capture_only = self._updates.of_second_step = False
-            self._updates.pop_classes()
-        raise UsageError("these arguments were compiled before", "another compiled step")
-
     # A call of the graph, or a plain one
 
     def _run(self, last: bool, before: _Before, args: Any, kwargs: Any) -> Any:
         capture = self._capture
         self._updates.begin()
-        in_graph = capture.can_update_in_graph()
+        in_graph = self._setup.updates_in_graph()
         self._updates.in_graph = last and in_graph
         # PyTorch's compiler detaches its arguments, so that their hooks would not run.
         given = LeafHooks().refusal(pytree.tree_leaves((args, kwargs)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 from torch import fx
@@ -14,7 +14,6 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from memplan.runtime.graph.compile import Options
 from memplan.runtime.graph.compiled_graph import CompiledGraph, OrderedStep
 from memplan.runtime.graph.eager_kernels import eager_kernels, keep_unused_draws
 from memplan.runtime.graph.extra_guards import ExtraGuards, refusal
@@ -31,57 +30,36 @@ from memplan.runtime.graph.joint import (
     whole_step,
 )
 from memplan.runtime.graph.leaf_hooks import LeafHooks
-from memplan.runtime.graph.operator_graph import OperatorGraph, operator_graph
+from memplan.runtime.graph.operator_graph import operator_graph
 from memplan.runtime.graph.ordering import choose_order
 from memplan.runtime.graph.other_bits import casts_once, difference
 from memplan.runtime.graph.program import Program, program_of
 from memplan.runtime.graph.recompute import within_budget
 from memplan.runtime.graph.recompute_problem import RecomputeProblem, recompute_problem
 from memplan.runtime.graph.rematerialize import NodeReplay
-from memplan.runtime.graph.report import ProgramReport
-from memplan.runtime.graph.updates import Updates
+from memplan.runtime.graph.setup import Setup
+from memplan.runtime.graph.updates import UpdatePlan
 from memplan.runtime.graph.user_calls import USER_CALLS, has_foreign_gradients
 from memplan.types.errors import UsageError
 
+if TYPE_CHECKING:
+    from memplan.runtime.graph.fused_step import FusedStepParts
 
-class RunnableGraph(Protocol):
-    """A compiled step for one set of shapes; see `CompiledGraph` for its methods."""
-
-    def run(self, primals: list[Any]) -> list[Any]: ...
-
-    def written_until(self, error: BaseException) -> list[str]: ...
-
-    def report(self) -> ProgramReport: ...
-
-
-class CaptureOnlyError(Exception):
-    """Ends a capture whose graph is wanted, and no run of it."""
-
-    def __init__(self, found: OperatorGraph) -> None:
-        super().__init__()
-        self.found = found
+    RunnableGraph: TypeAlias = CompiledGraph | FusedStepParts
+    """A compiled step for one set of shapes."""
 
 
 class StepCapture:
     """A loss function, with the graphs that PyTorch captures of it."""
 
-    def __init__(
-        self,
-        loss_fn: Callable[..., Any],
-        updates: Updates,
-        scaler: torch.amp.GradScaler | None,
-        options: Options,
-    ) -> None:
+    def __init__(self, loss_fn: Callable[..., Any], setup: Setup) -> None:
         self._loss_fn = loss_fn
-        self._updates = updates
-        self._scaler = scaler
-        self._options = options
+        self._setup = setup
+        self._updates = setup.updates
         self.programs: list[RunnableGraph] = []
         """One for each set of shapes or values."""
         self.ran: RunnableGraph | None = None
         """The graph that began to run last."""
-        self.capture_only = False
-        """Whether a graph is wanted and no run: a CaptureOnlyError carries it."""
         self.guards = ExtraGuards()
         self._updates_in_graph: bool | None = None
         """Whether the current graphs update parameters; None where there are no graphs."""
@@ -116,13 +94,6 @@ class StepCapture:
         self.programs = []
         self.ran = self._updates_in_graph = None
         reset_code(self._code)
-
-    def can_update_in_graph(self) -> bool:
-        return (
-            self._scaler is None
-            and self._options.clip_grad_norm is None
-            and self._updates.each_by_itself()
-        )
 
     def _captured(self) -> Callable[..., Any]:
         """A function that PyTorch captures when it is called first."""
@@ -159,7 +130,7 @@ class StepCapture:
         if why := self._untrained_refusal(primals):
             raise UncapturedError(why)
 
-        self._updates_in_graph = self.can_update_in_graph()
+        self._updates_in_graph = self._setup.updates_in_graph()
         self._needs = self._updates.memory_needs({})
         written: set[int] = set()
         once = casts_once(module)
@@ -180,7 +151,7 @@ class StepCapture:
 
         if has_foreign_gradients(module):
             USER_CALLS.begin()
-        if self._options.codegen == "inductor" and not self.capture_only:
+        if self._setup.options.codegen == "inductor":
             return self._fused(module, primals, refuse, written)
         joints: list[Joint] = []
 
@@ -202,7 +173,8 @@ class StepCapture:
                     made: OrderedStep = capture._make(joints[0], primals)
                 return made
 
-            made = CompiledGraph(make, make(primals), self._updates, joints[0].results)
+            plan = UpdatePlan(self._updates)
+            made = CompiledGraph(make, make(primals), plan, joints[0])
             return self._boxed(made, written)
 
         compile_parts: Any = aot_module_simplified
@@ -224,15 +196,7 @@ class StepCapture:
 
         parts = FusedStepParts(
             primals,
-            self._updates,
-            self._scaler,
-            keep=self._keeps_gradients(),
-            base=self._resident_blocks(),
-            step_scratch_bytes=0
-            if self.can_update_in_graph()
-            else self._updates.step_scratch_bytes(),
-            budget=self._options.budget,
-            deadline_seconds=self._options.deadline_seconds,
+            self._setup,
             refuse=refuse,
             wrap=lambda made: self._boxed(made, written),
             without_gradient=_raise_no_gradient,
@@ -258,28 +222,17 @@ class StepCapture:
         return boxed
 
     def _make(self, joint: Joint, primals: list[Any]) -> OrderedStep:
-        options = self._options
+        options = self._setup.options
 
         def program(replays: tuple[NodeReplay, ...]) -> Program:
-            module = whole_step(
-                joint,
-                replays,
-                self._updates,
-                self._scaler,
-                primals,
-                keep=self._keeps_gradients(),
-                step_after=not self.can_update_in_graph(),
-            )
-            return program_of(module, self._resident_blocks())
+            module = whole_step(joint, replays, self._setup, primals)
+            return program_of(module, self._setup.resident_blocks())
 
         def plain() -> RecomputeProblem:
-            graph = operator_graph(program(()))
-            self._updates.pop_classes()
-            return recompute_problem(graph)
+            return recompute_problem(operator_graph(program(())))
 
         def attempt(replays: tuple[NodeReplay, ...]) -> OrderedStep:
             graph = operator_graph(in_place(program(replays)))
-            classes, first_only = self._updates.pop_classes()
             ordering = choose_order(
                 graph,
                 search=options.order,
@@ -287,12 +240,8 @@ class StepCapture:
                 seed=options.seed,
             )
             recomputed = sum(len(one.operators) for one in replays)
-            updated = {id(one) for of in classes for one in of.parameters}
-            known = [one if id(one) in updated else None for one in primals]
-            return OrderedStep(graph.program, ordering, recomputed, classes, first_only, known)
+            return OrderedStep(graph.program, ordering, recomputed)
 
-        if self.capture_only:
-            raise CaptureOnlyError(operator_graph(in_place(program(()))))
         return within_budget(plain, attempt, options.budget)
 
     def _untrained_refusal(self, inputs: Iterable[Any]) -> str:
@@ -323,20 +272,6 @@ class StepCapture:
             held = writes if start >= end else held or writes
             end = max(end, stop)
         return ""
-
-    def _keeps_gradients(self) -> bool:
-        if self._options.accumulate > 1:
-            return False  # they are added to those that are there
-        return self._options.keep_gradients or not self.can_update_in_graph()
-
-    def _resident_blocks(self) -> list[int]:
-        """Bytes of optimizer state, of a scaler's two numbers and of gradients of earlier calls, by
-        block."""
-        parameters = {id(one): one for one in self._updates.parameters()}.values()
-        state = [self._updates.state_bytes(one)[0] for one in parameters]
-        gradients = [one.numel() * one.element_size() for one in parameters]
-        numbers = [] if self._scaler is None else [4, 4]
-        return [*state, *numbers, *(gradients if self._options.accumulate > 1 else [])]
 
 
 def _alive(owner: weakref.ref[Any]) -> Any:

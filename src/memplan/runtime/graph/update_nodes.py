@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from memplan.runtime.graph.program import MemplanOp
@@ -12,10 +10,11 @@ from memplan.runtime.graph.updates import Updates
 
 class TakeGradient(MemplanOp):
     """Accumulates a gradient in its parameter and, where updates are part of the graph, runs the
-    optimizer for it. Called with the parameter and the gradient."""
+    optimizer for it. Called with the parameter and the gradient, which it takes out of a list."""
 
     __name__ = "take_gradient"
-    writes = (0,)
+    writes: tuple[int, ...] = (0,)
+    takes = 1
 
     def __init__(self, updates: Updates, copies: bool) -> None:
         self._updates = updates
@@ -27,8 +26,8 @@ class TakeGradient(MemplanOp):
         self.waits = False
         """Whether a later node does this update."""
 
-    def __call__(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        self.hold(parameter, gradient)
+    def __call__(self, parameter: torch.Tensor, gradient: list[torch.Tensor]) -> None:
+        self.hold(parameter, gradient.pop())
         if self._updates.in_graph and self.waits:
             self._updates.postpone(parameter)
         elif self._updates.in_graph and self.can_wait:
@@ -45,29 +44,3 @@ class TakeGradient(MemplanOp):
             parameter.grad = torch.empty_like(parameter).copy_(gradient)
         else:
             parameter.grad = gradient
-
-
-class Number(MemplanOp):
-    """Reads a Python number of an update, such as the learning rate."""
-
-    __name__ = "number"
-    is_input = True
-
-    def __init__(self, read: Callable[[int], float], index: int) -> None:
-        self._read, self._index = read, index
-
-    def __call__(self) -> float:
-        return self._read(self._index)
-
-
-class State(MemplanOp):
-    """Reads a tensor of a parameter's optimizer state."""
-
-    __name__ = "state"
-    is_input = True
-
-    def __init__(self, updates: Updates, parameter: torch.Tensor, key: str) -> None:
-        self._updates, self._parameter, self._key = updates, parameter, key
-
-    def __call__(self) -> torch.Tensor:
-        return self._updates.state_of(self._parameter, self._key)

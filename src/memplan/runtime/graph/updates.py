@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,15 +22,15 @@ from memplan.runtime.graph.arithmetic import (
     outside_compilation,
     scalars,
 )
-from memplan.runtime.graph.chunked_updates import ChunkedUpdate, chunked_update
 from memplan.runtime.graph.meta_peak import MetaPeak, storage_bytes
 from memplan.runtime.graph.program import tensors
+from memplan.runtime.graph.update_program import UpdateProgram, update_program
 from memplan.runtime.one_update import alone, begin, each_by_itself, of_torch, plain_step, update
 from memplan.types.allocation import ROUNDING
 
 Optimizer = torch.optim.Optimizer
-_MAX_CHUNK_SEARCHES = 8
-"""After so many searches because the arithmetic of updates changed, none is split into chunks."""
+_MAX_SEARCHES = 8
+"""After so many searches because the arithmetic of updates changed, optimizers run their own."""
 _OF_NUMBERS = 16
 """Bytes of the tensors that Python numbers become while an operator runs."""
 _MORE_NUMBERS = 4
@@ -46,32 +45,25 @@ class Updates:
         self.in_graph = False
         """Whether this call updates parameters as soon as their gradients are computed."""
         self.keep_gradients = False
-        self.by_optimizer = False
-        """Whether the optimizer's own step runs each update, instead of operators of the graph."""
+        self.programs = True
+        """Whether updates may run by programs, in place of the optimizers' own step."""
+        self.chunked = False
+        """Whether programs work in chunks."""
         self._state_order: list[list[torch.Tensor]] | None = None
         """The parameters in each optimizer's state, in order, when this call began. None outside of
         a call that runs a graph."""
         self.updated: set[int] = set()
         """Ids of parameters that this call has updated."""
-        self.of_second_step = False
-        """Whether graphs are built for the second step, where an optimizer's first one differs."""
         self._groups_by_parameter: dict[int, list[tuple[Optimizer, int]]] = {}
         """The optimizers that train each parameter, by its id, with the number of its group."""
         self._groups: dict[int, tuple[Optimizer, int]] = {}
         """The last of them. Where updates are part of the graph, it is the only one."""
-        self._classes: list[UpdateClass] = []
-        """Classes of the parameters whose updates are operators of the graph being built."""
-        self._first_only = False
-        """Whether that graph has updates that differ once the optimizer has a state."""
         self._postponed: list[torch.Tensor] = []
         """Parameters with a gradient that a later update of their group includes."""
         self._new_states: list[tuple[Optimizer, torch.Tensor]] = []
         """Parameters whose optimizer state was created in this call."""
-        self._chunked_classes: list[UpdateClass] | None = None
-        """Classes of parameters that are updated in chunks; None until they are searched for."""
-        self._chunked_class_of: dict[int, UpdateClass] = {}
-        """Classes of parameters that are updated in chunks, by the parameter's id."""
-        self._chunk_searches = 0
+        self.class_of: dict[int, UpdateClass] = {}
+        """How parameters are updated that have a program for it, by the parameter's id."""
         self._sizes: dict[Any, tuple[int, int]] = {}
         """Results of `state_bytes`."""
         self._switches: list[Any] = []
@@ -137,15 +129,15 @@ class Updates:
         self.update(*postponed, parameter)
 
     def update(self, *parameters: torch.Tensor) -> None:
-        """Update parameters that have gradients: a single one in chunks where possible, several of
-        a group by one step of their optimizer."""
+        """Update parameters that have gradients: a single one by its program if there is one,
+        several of a group by one step of their optimizer."""
         by_group: dict[tuple[Optimizer, int], list[torch.Tensor]] = {}
         for parameter in parameters:
             if (found := self._groups.get(id(parameter))) is not None:
                 by_group.setdefault(found, []).append(parameter)
         for (optimizer, number), members in by_group.items():
             self.updated.update(map(id, members))
-            if len(members) > 1 or not self._run_in_chunks(members[0]):
+            if len(members) > 1 or not self._run_program(members[0]):
                 update(optimizer, optimizer.param_groups[number], *members)
             if not self.keep_gradients:
                 for parameter in members:
@@ -157,40 +149,42 @@ class Updates:
             if parameter.grad is not None and id(parameter) not in self.updated:
                 self.update(parameter)
 
-    # Updates in chunks
+    # Updates by programs
 
-    def begin_chunked_updates(self, parameters: Iterable[torch.Tensor]) -> None:
-        """To be called before the updates of a step that may run in chunks."""
-        if not self.in_graph:
-            return
-        if self._chunked_classes is None or not self.refresh_numbers(self._chunked_classes):
-            self._chunked_classes, self._chunked_class_of = [], {}
-            if self._chunk_searches < _MAX_CHUNK_SEARCHES:
-                self._find_chunked_updates(parameters)
-
-    def _find_chunked_updates(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._chunk_searches += 1
-        for parameter in parameters:
-            self.arithmetic(parameter)
-        classes, first_only = self.pop_classes()
-        classes = [one for one in classes if one.chunked is not None]
-        if self.refresh_numbers(classes):
-            self._chunked_classes = None if first_only else classes
-            self._chunked_class_of = {id(p): one for one in classes for p in one.parameters}
-
-    def updates_in_chunks(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter is updated in chunks, which works for any strides of its gradient."""
-        return id(parameter) in self._chunked_class_of
-
-    def _run_in_chunks(self, parameter: torch.Tensor) -> bool:
-        one = self._chunked_class_of.get(id(parameter))
-        if one is None or one.chunked is None or parameter.grad is None:
+    def _run_program(self, parameter: torch.Tensor) -> bool:
+        one = self.class_of.get(id(parameter))
+        if one is None or parameter.grad is None:
             return False
+        gradient, parameter.grad = [parameter.grad], None
         state = one.optimizer.state.get(parameter, {})
-        return one.chunked.run(parameter, parameter.grad, state, one.numbers)
+        ran = one.programs[id(parameter)].run(parameter, gradient, state, one.numbers)
+        if gradient:
+            parameter.grad = gradient[0]
+        return ran
+
+    def classes_of(self, parameters: Iterable[Any]) -> tuple[list[UpdateClass], bool]:
+        """Classes of those parameters whose updates can be programs, and whether more of them can
+        once their optimizers have a state."""
+        classes: list[UpdateClass] = []
+        later = False
+        for parameter in parameters:
+            found = self._groups.get(id(parameter))
+            if found is None or not self.programs or (self.keep_gradients and not self.chunked):
+                continue  # without chunks, a program overwrites the gradient
+            optimizer, number = found
+            made = self.arithmetic(optimizer, number, parameter)
+            if made is None:
+                by_itself = one_tensor_at_a_time(optimizer.param_groups[number], parameter)
+                later |= by_itself and not optimizer.state.get(parameter)
+                continue
+            known = (one for one in classes if one.holds(optimizer, number, made))
+            one = next(known, None) or UpdateClass(optimizer, number, made)
+            if one.add(parameter, made, chunked=self.chunked) and one not in classes:
+                classes.append(one)
+        return classes, later
 
     def scratch_bytes(self, parameter: torch.Tensor, strides: Sequence[int]) -> int:
-        """Bytes that an update, perhaps in chunks, needs with a gradient of these strides."""
+        """Bytes that an update needs beside a gradient of these strides."""
         found = self._groups.get(id(parameter))
         if found is None:
             return 0
@@ -202,67 +196,32 @@ class Updates:
         return self._scratch[key]
 
     def _measure_update_scratch(self, parameter: torch.Tensor, strides: tuple[int, ...]) -> int:
-        self.arithmetic(parameter)
-        classes, _ = self.pop_classes()
-        update = classes[0].chunked if classes else None
-        if update is not None:
-            known = classes[0].arithmetic
+        classes, _ = self.classes_of([parameter])
+        for one in classes:
             with outside_compilation():
                 like, meter = meta_like(parameter), MetaPeak()
-                gradient = torch.empty_strided(like.shape, strides, dtype=like.dtype, device="meta")
+                known = one.arithmetic
                 state = dict(zip(known.state, known.initial_state, strict=True))
                 with meter:
-                    updated = update.run(like, gradient, state, classes[0].numbers)
-            if updated:
-                return meter.peak + _OF_NUMBERS
+                    gradient = [
+                        torch.empty_strided(like.shape, strides, dtype=like.dtype, device="meta")
+                    ]
+                    most = storage_bytes(gradient[0])
+                    ran = one.programs[id(parameter)].run(like, gradient, state, one.numbers)
+            if ran:
+                return max(0, meter.peak - most) + _OF_NUMBERS
         copied = parameter.numel() * parameter.element_size()
         return self.state_bytes(parameter)[1] + copied * (strides != parameter.stride())
 
-    # Updates as operators of the graph
-
     def arithmetic(
-        self, parameter: torch.Tensor
-    ) -> tuple[Arithmetic, Callable[[int], float]] | None:
-        """A parameter's update as operators, and a function that gives the Python numbers in it
-        when the graph runs. None where the optimizer's own step has to run."""
-        found = self._groups.get(id(parameter))
-        if found is None:
-            return None
-        optimizer, number = found
-        made = self._arithmetic_of(optimizer, number, parameter)
-        if made is None:
-            group = optimizer.param_groups[number]
-            without_state = not optimizer.state.get(parameter)
-            self._first_only |= without_state and one_tensor_at_a_time(group, parameter)
-            return None
-        for one in self._classes:
-            if one.holds(optimizer, number, made):
-                break
-        else:
-            one = UpdateClass(optimizer, number, made)
-            self._classes.append(one)
-        one.parameters.append(parameter)
-        return made, one.numbers.__getitem__
-
-    def state_of(self, parameter: torch.Tensor, key: str) -> torch.Tensor:
-        """A tensor of a parameter's current optimizer state."""
-        optimizer, _ = self._groups[id(parameter)]
-        found: torch.Tensor = optimizer.state[parameter][key]
-        return found
-
-    def pop_classes(self) -> tuple[list[UpdateClass], bool]:
-        """The classes of the graph that was just built, and whether it serves a first step only."""
-        found = self._classes, self._first_only
-        self._classes, self._first_only = [], False
-        return found
-
-    def _arithmetic_of(
         self,
         optimizer: Optimizer,
         number: int,
         parameter: torch.Tensor,
         known: Arithmetic | None = None,
     ) -> Arithmetic | None:
+        """A parameter's update as operators; None where the optimizer's own step has to run."""
+
         def shell_of(group: dict[str, Any], model: nn.Parameter, states: Any) -> Any:
             shell = alone(optimizer, group, model)
             shell.state = states
@@ -275,11 +234,10 @@ class Updates:
             parameter,
             optimizer.state.get(parameter, {}),
             known=known,
-            of_second_step=self.of_second_step,
         )
 
     def refresh_numbers(self, classes: list[UpdateClass]) -> bool:
-        """Compute the coming step's numbers. False if its arithmetic is not the graph's."""
+        """Compute the coming step's numbers. False if its arithmetic is another one."""
         for one in classes:
             group = one.optimizer, one.number
             if any(self._groups.get(id(parameter)) != group for parameter in one.parameters):
@@ -290,7 +248,7 @@ class Updates:
             if len({scalars(state) for state in states}) != 1:
                 return False
             parameter = one.parameters[0]
-            now = self._arithmetic_of(one.optimizer, one.number, parameter, one.arithmetic)
+            now = self.arithmetic(one.optimizer, one.number, parameter, one.arithmetic)
             if now is None or not now.same_operations(one.arithmetic):
                 return False
             one.numbers[:] = now.numbers
@@ -421,11 +379,9 @@ class UpdateClass:
         self.arithmetic = arithmetic
         self.numbers = list(arithmetic.numbers)
         self.parameters: list[torch.Tensor] = []
-
-    @cached_property
-    def chunked(self) -> ChunkedUpdate | None:
-        """Runs these updates in chunks; None where an update is not pointwise."""
-        return chunked_update(self.arithmetic, self.parameters[0])
+        self.programs: dict[int, UpdateProgram] = {}
+        """By the parameter's id; one for all with the same layout."""
+        self._programs: dict[Any, UpdateProgram | None] = {}
 
     def holds(self, optimizer: Optimizer, number: int, arithmetic: Arithmetic) -> bool:
         """Whether a parameter with this update belongs to the class."""
@@ -434,3 +390,44 @@ class UpdateClass:
             and arithmetic.scalars == self.arithmetic.scalars
             and arithmetic.same_operations(self.arithmetic)
         )
+
+    def add(self, parameter: torch.Tensor, arithmetic: Arithmetic, *, chunked: bool) -> bool:
+        """Add a parameter; False where it can have no program."""
+        key = parameter.shape, parameter.stride(), parameter.dtype, parameter.device
+        if key not in self._programs:
+            with outside_compilation():
+                self._programs[key] = update_program(arithmetic, parameter, chunked=chunked)
+        program = self._programs[key]
+        if program is None:
+            return False
+        self.programs[id(parameter)] = program
+        self.parameters.append(parameter)
+        return True
+
+
+class UpdatePlan:
+    """How the updates of one graph run."""
+
+    def __init__(self, updates: Updates) -> None:
+        self._updates = updates
+        self._classes: list[UpdateClass] | None = None
+        """None until updates are searched for programs, and while a later search finds more."""
+        self._searches = 0
+
+    def begin(self, parameters: Iterable[Any]) -> bool:
+        """To be called before each run of the graph with what it trains. Returns whether that is
+        updated in another way than before, and with other memory."""
+        updates = self._updates
+        if not updates.in_graph:
+            return False
+        classes, changed = self._classes, False
+        if classes is None or not updates.refresh_numbers(classes):
+            changed = self._searches > 0
+            self._searches += 1
+            updates.programs &= self._searches <= _MAX_SEARCHES
+            classes, later = updates.classes_of(parameters)
+            if not updates.refresh_numbers(classes):
+                classes = []
+            self._classes = None if later else classes
+        updates.class_of = {id(p): one for one in classes for p in one.parameters}
+        return changed

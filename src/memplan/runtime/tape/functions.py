@@ -6,10 +6,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import _SingleLevelFunction
+
+if TYPE_CHECKING:
+    from memplan.runtime.tape.recording import Recording
 
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -17,20 +20,9 @@ _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _refusal = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
 
 
-class Watcher(Protocol):
-    """A recording, as seen from here."""
-
-    @property
-    def hooks(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """The recording's pack and unpack hooks, as they were pushed."""
-
-    def call_function(self, call: Callable[[], Any], args: tuple[Any, ...]) -> Any:
-        """Runs `call`: a function with a backward of its own, on `args`."""
-
-
 class _Watchers(threading.local):
     def __init__(self) -> None:
-        self.innermost_last: list[Watcher] = []
+        self.innermost_last: list[Recording] = []
 
 
 _watchers = _Watchers()
@@ -43,7 +35,7 @@ _function: Any = _SingleLevelFunction
 
 
 @contextmanager
-def watched_by(watcher: Watcher) -> Iterator[None]:
+def watched_by(watcher: Recording) -> Iterator[None]:
     """Inside, on this thread, `watcher` is told. Nothing stays patched when nobody watches."""
     _use(1)
     _watchers.innermost_last.append(watcher)
@@ -85,7 +77,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return call()
 
 
-def _told(watcher: Watcher, call: Callable[[], Any], args: tuple[Any, ...]) -> Callable[[], Any]:
+def _told(watcher: Recording, call: Callable[[], Any], args: tuple[Any, ...]) -> Callable[[], Any]:
     return lambda: watcher.call_function(call, args)
 
 
