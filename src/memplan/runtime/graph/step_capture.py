@@ -82,6 +82,8 @@ class StepCapture:
         """The graph that began to run last."""
         self.capture_only = False
         """Whether a graph is wanted and no run: a CaptureOnlyError carries it."""
+        self.input_values = False
+        """Whether numbers that follow from inputs alone are constants of the graphs."""
         self.guards = ExtraGuards()
         self._updates_in_graph: bool | None = None
         """Whether the current graphs update parameters; None where there are no graphs."""
