@@ -264,6 +264,38 @@ def test_graph_breaks_and_inputs_that_are_changed() -> None:
         assert same(*[[one.grad for one in net.parameters()] for net in (model, again)])
 
 
+def test_sizes_that_depend_on_values() -> None:
+    model = nn.Linear(4, 4)
+    again, x = copy.deepcopy(model), torch.randn(3, 4)
+
+    def positive(of: nn.Module) -> Any:
+        def run(x: Tensor) -> Tensor:
+            hidden = of(x)
+            return hidden[hidden > 0].sin()
+
+        return run
+
+    def whole(**options: Any) -> Any:
+        options = {"codegen": "eager", **options}
+        return torch.compile(positive(again), backend="memplan", fullgraph=True, options=options)
+
+    assert same(trained(positive(model), model, x), trained(whole(), again, x))
+    with pytest.raises(UsageError, match="a size that depends on values: "):
+        whole(budget="least")(x)
+
+
+class Labelled(Tensor):
+    """What fastai's and torchvision's images are."""
+
+
+def test_a_subclass_that_only_functions_know() -> None:
+    model = nn.Linear(4, 4)
+    again, x = copy.deepcopy(model), torch.randn(3, 4)
+    wanted = trained(model, model, x.as_subclass(Labelled))
+    assert same(wanted, trained(compiled(again), again, x.as_subclass(Labelled)))
+    assert type(wanted[0]) is type(compiled(again)(x.as_subclass(Labelled)))
+
+
 def test_backward_may_run_twice() -> None:
     model, x = perceptron()
     loss = compiled(Squared(model), budget="least")(x)

@@ -76,6 +76,7 @@ class Executable:
         before = torch.is_grad_enabled()
         try:
             with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
+                values[:] = map(_without_subclass, values)
                 outputs = self._function(values)
         finally:
             torch._C._set_grad_enabled(before)
@@ -172,6 +173,18 @@ class Executable:
         return name
 
 
+def _without_subclass(value: Any) -> Any:
+    """A tensor without a class that only Python's functions know: PyTorch's own dispatch mode in
+    the first call of a compiled graph knows no such classes."""
+    kind = type(value)
+    if kind in _PLAIN or not issubclass(kind, torch.Tensor) or issubclass(kind, torch.nn.Parameter):
+        return value
+    if kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+        return value
+    return value.as_subclass(torch.Tensor)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _VIEW_OR_COPY = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
 """PyTorch's shape rules and kernels do not always agree on the strides of a result (batch norm of a
 transposed input, arithmetic of an expanded one). A view that the real strides do not allow becomes

@@ -25,6 +25,7 @@ from memplan.runtime.graph.program import facts_of, program_of
 from memplan.runtime.graph.recompute import within_budget
 from memplan.runtime.graph.recompute_problem import RecomputeProblem, problem_without_saves
 from memplan.runtime.graph.rematerialize import NodeReplay
+from memplan.runtime.graph.workspaces import is_symbolic
 from memplan.types.errors import InfeasibleError, UsageError
 
 log = logging.getLogger("memplan")
@@ -203,7 +204,7 @@ class PartInterface:
         nodes = list(module.graph.nodes)
         places = [node for node in nodes if node.op == "placeholder"]
         self.inputs = [
-            InputBuffer(str(node.target), int(one.untyped_storage().nbytes()), True)
+            InputBuffer(str(node.target), 0 if is_symbolic(one) else _bytes(one), True)
             if isinstance(one, torch.Tensor)
             else None
             for one, node in zip(inputs, places, strict=True)
@@ -390,6 +391,10 @@ def tag(graph: fx.Graph, names: frozenset[str]) -> None:
         if node.name in names:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta.setdefault("ac_graph_id", 0)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage().nbytes())
 
 
 def _layout(value: Any) -> Any:

@@ -255,6 +255,8 @@ class _Reader:
     def _new_storage(self, val: torch.Tensor, name: str) -> int:
         if val.layout != torch.strided:
             raise ValueError(f"a tensor that is not dense: {name}, {val.layout}")
+        if is_symbolic(val):
+            raise ValueError(f"a size that depends on values: {name}")
         self.storages.append(StorageFacts(int(val.untyped_storage().nbytes()), name))
         return len(self.storages) - 1
 
