@@ -280,19 +280,19 @@ def test_code_without_modules_keeps_for_backward_what_lives_through_one() -> Non
     job.at(Phase.SETUP, "aten::ones")
     job.alloc(16 * MIB)  # a constant of the script
     job.at(Phase.SETUP, "aten::mm")
-    variable = None
+    variable: list[int] = []
     for step in (0, 1):
         job.at(Phase.OTHER if step else Phase.SETUP, "aten::mm", step=step)
         saved, anew = job.alloc(4 * MIB), job.alloc(2 * MIB)
-        if variable is not None:
-            job.free(variable)
-        variable = anew
+        for old in variable:
+            job.free(old)
+        variable = [anew]
         job.at(Phase.BACKWARD, "aten::mm", step=step)
         scratch = job.alloc(64 * MIB)
         job.free(saved)
         job.free(scratch)
     job.at(Phase.OTHER, "aten::mm", step=2)
-    job.free(variable)
+    job.free(variable[0])
     breakdown = estimate(job.build(), CARD).breakdown
     assert breakdown.activations == 6 * MIB
     assert breakdown.temporaries == (64 + 16) * MIB
