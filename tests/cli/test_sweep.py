@@ -123,6 +123,28 @@ def test_a_launcher_that_refuses_is_a_row(
     assert "--nproc-per-node '0' is not a whole number" in found["rows"][1]["reason"]
 
 
+def test_an_option_of_a_launcher_under_another_name(
+    script: str, recorded: Recorded, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The last value counts: one put in front of `-n 8` would change nothing."""
+    for given, name in (("-n", "ntasks"), ("--ntasks", "n")):
+        words = ["--gpu", "h100", "--rank", "0", "--vary", f"{name}=1,2"]
+        rows = _json([*words, "srun", given, "8", "python", script], capfd)["rows"]
+        assert sorted((row["command"][1:3], row["gpus"]) for row in rows) == [
+            ([given, "1"], 1),
+            ([given, "2"], 2),
+        ]
+    assert main(["sweep", "--gpu", "h100", "--vary", "ntasks=2", "srun", "-n8", script]) == 2
+    assert "--vary ntasks: srun has it under another spelling" in capfd.readouterr().err
+
+
+def test_the_first_value_may_be_one_that_a_launcher_refuses(
+    script: str, recorded: Recorded, capfd: pytest.CaptureFixture[str]
+) -> None:
+    found = _json(["--gpu", "h100", "--vary", "nproc-per-node=0,1", "torchrun", script], capfd)
+    assert [row["status"] for row in found["rows"]] == ["fits", "impossible"]
+
+
 def test_ctrl_c_keeps_and_prints_what_is_done(
     script: str,
     tmp_path: Path,
