@@ -94,6 +94,25 @@ def test_samples_of_a_step(
     assert samples_per_step(_script(tmp_path, *argv), ranks) == samples
 
 
+@pytest.mark.parametrize(
+    ("argv", "samples"),
+    [
+        ((), 4),
+        (("--beta", "2"), 4),
+        (("--batch", "16"), 16),
+        (("--batch-size", "auto"), None),
+        (("-b", "-1"), None),
+        (("-b8",), None),
+        (("--batch-si=8",), None),
+    ],
+)
+def test_a_default_that_is_not_in_force_counts_no_samples(
+    tmp_path: Path, argv: tuple[str, ...], samples: int | None
+) -> None:
+    source = "p.add_argument('-b', '--batch-size', default=4)\np.add_argument('--beta')"
+    assert samples_per_step(_script(tmp_path, *argv, source=source), 1) == samples
+
+
 def test_cards_and_prices() -> None:
     cards = read_cards("h100, a100-80gb")
     assert list(cards) == ["h100", "a100-80gb"]
