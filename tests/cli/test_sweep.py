@@ -223,6 +223,16 @@ def test_those_that_do_not_fit_are_fitted(
     assert Path(planned["plan"]).read_bytes() == b"a plan"
     assert rows["66MiB"]["reason"] == "no plan makes it fit; a card of 91 MiB would do"
     assert rows["66MiB"]["plan"] is None
+    asked = len(executor.words)
+    moved = (tmp_path / "kept").rename(tmp_path / "moved")
+    words[-1] = str(moved)
+    job = ["--vary", "heads=2", "torchrun", "--nproc-per-node", "2", script]
+    again = {row["gpu"]: row for row in _json([*words, *job], capfd)["rows"]}
+    plan = Path(again["70MiB"]["plan"])
+    assert plan.parent == moved / "plans" and len(executor.words) == asked
+    plan.unlink()
+    _json([*words, *job], capfd)
+    assert plan.read_bytes() == b"a plan" and len(executor.words) == asked + 1
     ours = executor.words[0]
     assert ours[:3] == ["memplan", "fit", "--json"] and ours[ours.index("--steps") + 1] == "4"
     assert ours[ours.index("--rank") + 1] == "0"

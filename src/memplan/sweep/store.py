@@ -12,7 +12,8 @@ from memplan.types.output_file import write_file
 
 
 class Store:
-    """A folder with a file for each answer. What had no answer (`failed`) is not taken for one."""
+    """A folder with a file for each answer. What had no answer (`failed`) is not taken for one, nor
+    is an answer whose plan is gone."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -35,7 +36,12 @@ class Store:
             raise FormatError(
                 f"{self.path(key)} is not an answer of a sweep: {error}", "remove the file"
             ) from error
-        return None if kept.status in ("failed", "not_done") else kept
+        if kept.status in ("failed", "not_done"):
+            return None
+        if kept.plan is None:
+            return kept
+        plan = self.plan_path(key)  # the folder may have moved
+        return msgspec.structs.replace(kept, plan=str(plan)) if plan.is_file() else None
 
     def save(self, key: str, kept: Kept) -> None:
         path = self.path(key)
