@@ -15,6 +15,7 @@ from memplan.cli import main
 from memplan.fit import options
 from memplan.fit.answer import Fit
 from memplan.sweep.execute import Ended
+from memplan.types.errors import UsageError
 from tests.placement.answers import answer_of
 from tests.schemas import read_answer
 from tests.sweep.executors import Recorded, Waiting
@@ -113,6 +114,27 @@ def test_a_damaged_answer_is_named(
     path.write_text("{}")
     assert main(["sweep", *words]) == 2
     assert f"{path} is not an answer of a sweep" in capfd.readouterr().err
+    path.unlink()
+    path.mkdir()
+    assert main(["sweep", *words]) == 2
+    assert f"{path} cannot be read: Is a directory" in capfd.readouterr().err
+
+
+def test_a_sweep_ends_where_its_answers_cannot_be_kept(
+    script: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """What else runs is ended, and nothing more begins."""
+    executor = Waiting()
+    monkeypatch.setattr("memplan.cli.sweep._executor", lambda args: executor)
+    full = Mock(side_effect=UsageError("no space left on device"))
+    monkeypatch.setattr("memplan.sweep.store.write_file", full)
+    words = ["--gpu", "h100", "-o", str(tmp_path / "kept"), "--vary", "heads=1,2,4"]
+    assert main(["sweep", *words, script]) == 2
+    assert "no space left on device" in capfd.readouterr().err
+    assert executor.stopped.is_set() and len(executor.asked) == 1
 
 
 def test_a_launcher_that_refuses_is_a_row(

@@ -76,7 +76,8 @@ def run_cells(
 ) -> Done:
     """Answers, each kept in `store` as soon as it is there. Ctrl-C ends it with what is done.
 
-    Whatever goes wrong about a combination is its answer. Raises FormatError for a damaged store.
+    Whatever goes wrong about a combination is its answer. Raises UsageError for a store that is
+    damaged or cannot be written.
     """
     done = Done()
     todo: dict[int, str] = {}
@@ -101,10 +102,12 @@ def run_cells(
                 for number, future in enumerate(as_completed(futures), start=1):
                     done.found[futures[future]] = future.result()
                     progress(f"{number} of {len(todo)} combinations, {executor.jobs} at a time")
-            except KeyboardInterrupt:
-                done.complete = False
+            except BaseException as error:
                 executor.stop()
                 pool.shutdown(cancel_futures=True)
+                if not isinstance(error, KeyboardInterrupt):
+                    raise  # an answer could not be kept: the others would not be either
+                done.complete = False
                 for future, position in futures.items():
                     if not future.cancelled() and future.exception() is None:
                         done.found[position] = future.result()

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from memplan.sweep.answer import Kept
-from memplan.types.errors import FormatError
+from memplan.types.errors import FormatError, UsageError
 from memplan.types.output_file import write_file
 
 
@@ -25,11 +25,15 @@ class Store:
         return self.folder / "plans" / f"{key}.plan"
 
     def load(self, key: str) -> Kept | None:
-        """Raises FormatError for a file that is no answer."""
+        """Raises FormatError for a file that is no answer, UsageError for what cannot be read."""
         try:
             encoded = self.path(key).read_bytes()
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise UsageError(
+                f"{self.path(key)} cannot be read: {error.strerror}", "another folder after -o"
+            ) from error
         try:
             kept = msgspec.json.decode(encoded, type=Kept)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
