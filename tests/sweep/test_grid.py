@@ -84,6 +84,7 @@ def test_an_unknown_option_is_named_with_near_ones(tmp_path: Path) -> None:
         (("--batch-size", "4"), 8, 32),
         (("--batch-size", "4", "--tp", "2", "--pp-size", "2"), 8, 8),
         (("--batch-size", "4", "--gradient-accumulation-steps", "3"), 2, 24),
+        (("--batch-size", "4", "--accum", "3"), 1, 12),
         (("--batch-size", "4", "--tp", "3"), 8, None),
         ((), 8, None),
     ],

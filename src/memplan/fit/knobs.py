@@ -38,7 +38,8 @@ _ACCUMULATION = frozenset(
         *("gradient_accumulation_steps", "gradient_accumulation", "grad_accumulation_steps"),
         *("grad_accum_steps", "grad_accum", "grad_acc_steps", "accumulation_steps"),
         *("accumulate_steps", "accumulate", "accumulate_grad_batches", "accum_steps"),
-        *("accum_freq", "accum_iter", "gradient_accumulation_step"),
+        *("accum_freq", "accum_iter", "gradient_accumulation_step", "accum", "accumulation"),
+        *("grad_acc", "acc_steps", "grad_accumulation", "grad_accum_every"),
         # Of a pipeline's schedule, which has as many in flight whatever their size.
         *("micro_batches", "microbatches", "num_micro_batches", "num_microbatches"),
         *("n_micro_batches", "n_microbatches"),
