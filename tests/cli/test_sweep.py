@@ -92,7 +92,11 @@ def test_equal_captures_are_made_once(
 
 
 def test_what_is_kept_is_not_asked_for_again(
-    script: str, recorded: Recorded, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    script: str,
+    recorded: Recorded,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     words = ["--gpu", "h100", "-o", str(tmp_path / "kept"), "--vary"]
     first = _json([*words, "heads=4,7", script], capfd)
@@ -102,6 +106,9 @@ def test_what_is_kept_is_not_asked_for_again(
     assert again["kept"] == 2 and again["captures"] == 1 and len(recorded.asked) == 3
     assert main(["place", "--format", "json", first["rows"][0]["answer"]]) == 0
     assert json.loads(capfd.readouterr().out)["fits"]
+    with monkeypatch.context() as upgraded:
+        upgraded.setattr("memplan.sweep.run._torch_version", lambda: "99.0")
+        assert _json([*words, "heads=4", script], capfd)["kept"] == 0
     Path(script).write_text(_SCRIPT + "# changed\n")
     assert _json([*words, "heads=4", script], capfd)["kept"] == 0
 

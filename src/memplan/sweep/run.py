@@ -7,7 +7,9 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import cache
 from hashlib import blake2b
+from importlib import metadata
 from pathlib import Path
 
 import msgspec
@@ -51,11 +53,13 @@ class Cell:
     fit_words: tuple[str, ...] = ()
 
     def key(self) -> str:
-        """A name for its answer: another one where the question, the script or memplan changed."""
+        """A name for its answer: another one where the question, the script, memplan or PyTorch
+        changed."""
         assert self.question is not None
         request = self.question(None if self.ranks is None else 0).request
         digest = blake2b(request.encoded(), digest_size=16)
-        digest.update(repr((self.gpu, self.ranks, self.fit_words, __version__)).encode())
+        versions = (__version__, _torch_version())
+        digest.update(repr((self.gpu, self.ranks, self.fit_words, versions)).encode())
         if request.program.kind == "script":
             digest.update(Path(request.program.name).read_bytes())
         return digest.hexdigest()
@@ -197,6 +201,15 @@ class _Answers:
             added_fraction=found.added_fraction,
             plan=str(plan) if self._store is not None else None,
         )
+
+
+@cache
+def _torch_version() -> str:
+    """Empty where it was installed without saying so."""
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _refused(error: UsageError) -> Kept:
