@@ -144,6 +144,13 @@ def test_a_sweep_ends_where_its_answers_cannot_be_kept(
     assert executor.stopped.is_set() and len(executor.asked) == 1
 
 
+def test_a_job_that_runs_forward_only(
+    script: str, recorded: Recorded, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _json(["--gpu", "h100", "--steps", "0", "--vary", "heads=4", script], capfd)
+    assert [request.options.steps for request in recorded.asked] == [0]
+
+
 def test_a_launcher_that_refuses_is_a_row(
     script: str, recorded: Recorded, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -274,6 +281,8 @@ def test_bad_input(script: str, recorded: Recorded, capfd: pytest.CaptureFixture
         (["--vary", "heads=1", "--most", "1", "--vary", "batch-size=1,2"], "has 2 combinations"),
         (["--price", "l4=1/h", "--samples", "5"], "l4=1: no such --gpu"),
         (["--json", "--csv"], "contradict"),
+        (["--fit", "--steps", "0"], "a plan needs a training step"),
+        (["--steps", "-1"], "'-1' is not a number of steps"),
         (["-o", script], "is no folder"),
         (["-o", "/proc/none"], "/proc/none cannot be made"),
         (["--vary", "heads=1", "--vary", "H=2"], "heads and --vary H are the same option"),

@@ -37,6 +37,10 @@ def positive(text: str) -> int:
     return whole(text, "a number from 1 on", 1)
 
 
+def step_count(text: str) -> int:
+    return whole(text, "a number of steps")
+
+
 def positive_seconds(text: str) -> float:
     try:
         seconds = float(text)
