@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from memplan import __version__
 from memplan.cli import app, main
+from memplan.cli.command import positive
 from memplan.cli.streams import write_answer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,6 +90,14 @@ def test_usage_errors(
     assert out == ""
     assert err.startswith("memplan: error: ") and message in err and hint in err
     assert "Traceback" not in err
+
+
+def test_whole_numbers_as_people_type_them() -> None:
+    for text in ("1000000", "1_000_000", "1e6"):
+        assert positive(text) == 1_000_000
+    for text in ("1.5", "0", "nan", "inf", "1e-3", "1e999999999", "9" * 5000):
+        with pytest.raises(ArgumentTypeError):
+            positive(text)
 
 
 def test_a_fault_of_ours_is_one_line(

@@ -15,6 +15,7 @@ from memplan.cli import main
 from memplan.fit import options
 from memplan.fit.answer import Fit
 from memplan.sweep.execute import Ended
+from memplan.types.errors import UsageError
 from tests.placement.answers import answer_of
 from tests.schemas import read_answer
 from tests.sweep.executors import Recorded, Waiting
@@ -91,7 +92,11 @@ def test_equal_captures_are_made_once(
 
 
 def test_what_is_kept_is_not_asked_for_again(
-    script: str, recorded: Recorded, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    script: str,
+    recorded: Recorded,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     words = ["--gpu", "h100", "-o", str(tmp_path / "kept"), "--vary"]
     first = _json([*words, "heads=4,7", script], capfd)
@@ -101,6 +106,9 @@ def test_what_is_kept_is_not_asked_for_again(
     assert again["kept"] == 2 and again["captures"] == 1 and len(recorded.asked) == 3
     assert main(["place", "--format", "json", first["rows"][0]["answer"]]) == 0
     assert json.loads(capfd.readouterr().out)["fits"]
+    with monkeypatch.context() as upgraded:
+        upgraded.setattr("memplan.sweep.run._torch_version", lambda: "99.0")
+        assert _json([*words, "heads=4", script], capfd)["kept"] == 0
     Path(script).write_text(_SCRIPT + "# changed\n")
     assert _json([*words, "heads=4", script], capfd)["kept"] == 0
 
@@ -113,6 +121,34 @@ def test_a_damaged_answer_is_named(
     path.write_text("{}")
     assert main(["sweep", *words]) == 2
     assert f"{path} is not an answer of a sweep" in capfd.readouterr().err
+    path.unlink()
+    path.mkdir()
+    assert main(["sweep", *words]) == 2
+    assert f"{path} cannot be read: Is a directory" in capfd.readouterr().err
+
+
+def test_a_sweep_ends_where_its_answers_cannot_be_kept(
+    script: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """What else runs is ended, and nothing more begins."""
+    executor = Waiting()
+    monkeypatch.setattr("memplan.cli.sweep._executor", lambda args: executor)
+    full = Mock(side_effect=UsageError("no space left on device"))
+    monkeypatch.setattr("memplan.sweep.store.write_file", full)
+    words = ["--gpu", "h100", "-o", str(tmp_path / "kept"), "--vary", "heads=1,2,4"]
+    assert main(["sweep", *words, script]) == 2
+    assert "no space left on device" in capfd.readouterr().err
+    assert executor.stopped.is_set() and len(executor.asked) == 1
+
+
+def test_a_job_that_runs_forward_only(
+    script: str, recorded: Recorded, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _json(["--gpu", "h100", "--steps", "0", "--vary", "heads=4", script], capfd)
+    assert [request.options.steps for request in recorded.asked] == [0]
 
 
 def test_a_launcher_that_refuses_is_a_row(
@@ -121,6 +157,28 @@ def test_a_launcher_that_refuses_is_a_row(
     found = _json(["--gpu", "h100", "--vary", "nproc-per-node=1,0", "torchrun", script], capfd)
     assert [row["status"] for row in found["rows"]] == ["fits", "impossible"]
     assert "--nproc-per-node '0' is not a whole number" in found["rows"][1]["reason"]
+
+
+def test_an_option_of_a_launcher_under_another_name(
+    script: str, recorded: Recorded, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The last value counts: one put in front of `-n 8` would change nothing."""
+    for given, name in (("-n", "ntasks"), ("--ntasks", "n")):
+        words = ["--gpu", "h100", "--rank", "0", "--vary", f"{name}=1,2"]
+        rows = _json([*words, "srun", given, "8", "python", script], capfd)["rows"]
+        assert sorted((row["command"][1:3], row["gpus"]) for row in rows) == [
+            ([given, "1"], 1),
+            ([given, "2"], 2),
+        ]
+    assert main(["sweep", "--gpu", "h100", "--vary", "ntasks=2", "srun", "-n8", script]) == 2
+    assert "--vary ntasks: srun has it under another spelling" in capfd.readouterr().err
+
+
+def test_the_first_value_may_be_one_that_a_launcher_refuses(
+    script: str, recorded: Recorded, capfd: pytest.CaptureFixture[str]
+) -> None:
+    found = _json(["--gpu", "h100", "--vary", "nproc-per-node=0,1", "torchrun", script], capfd)
+    assert [row["status"] for row in found["rows"]] == ["fits", "impossible"]
 
 
 def test_ctrl_c_keeps_and_prints_what_is_done(
@@ -201,6 +259,16 @@ def test_those_that_do_not_fit_are_fitted(
     assert Path(planned["plan"]).read_bytes() == b"a plan"
     assert rows["66MiB"]["reason"] == "no plan makes it fit; a card of 91 MiB would do"
     assert rows["66MiB"]["plan"] is None
+    asked = len(executor.words)
+    moved = (tmp_path / "kept").rename(tmp_path / "moved")
+    words[-1] = str(moved)
+    job = ["--vary", "heads=2", "torchrun", "--nproc-per-node", "2", script]
+    again = {row["gpu"]: row for row in _json([*words, *job], capfd)["rows"]}
+    plan = Path(again["70MiB"]["plan"])
+    assert plan.parent == moved / "plans" and len(executor.words) == asked
+    plan.unlink()
+    _json([*words, *job], capfd)
+    assert plan.read_bytes() == b"a plan" and len(executor.words) == asked + 1
     ours = executor.words[0]
     assert ours[:3] == ["memplan", "fit", "--json"] and ours[ours.index("--steps") + 1] == "4"
     assert ours[ours.index("--rank") + 1] == "0"
@@ -213,6 +281,8 @@ def test_bad_input(script: str, recorded: Recorded, capfd: pytest.CaptureFixture
         (["--vary", "heads=1", "--most", "1", "--vary", "batch-size=1,2"], "has 2 combinations"),
         (["--price", "l4=1/h", "--samples", "5"], "l4=1: no such --gpu"),
         (["--json", "--csv"], "contradict"),
+        (["--fit", "--steps", "0"], "a plan needs a training step"),
+        (["--steps", "-1"], "'-1' is not a number of steps"),
         (["-o", script], "is no folder"),
         (["-o", "/proc/none"], "/proc/none cannot be made"),
         (["--vary", "heads=1", "--vary", "H=2"], "heads and --vary H are the same option"),

@@ -13,6 +13,7 @@ from memplan.placement.place import Demand, demand_of_answer, demand_of_trace, p
 from memplan.types.device import find_profile, known_profiles
 from memplan.types.errors import FormatError, UsageError
 from memplan.types.estimate import Estimate
+from memplan.types.trace import HostCapture
 from tests.placement.answers import GIB, answer_of, trace_of
 
 
@@ -110,6 +111,21 @@ def test_a_trace_is_replayed_for_each_card() -> None:
 def test_what_is_no_answer(text: bytes) -> None:
     with pytest.raises(FormatError, match="neither a trace nor an answer"):
         demand_of_answer(text)
+
+
+@pytest.mark.parametrize("field", ["host_processes", "card_processes", "world_size", "high_bytes"])
+def test_figures_that_no_job_has(field: str) -> None:
+    fields = {field: -1 if field == "high_bytes" else 0}
+    answer = msgspec.structs.replace(answer_of("h100", GIB), **fields)
+    with pytest.raises(FormatError, match="figures that no job has"):
+        demand_of_answer(msgspec.json.encode(answer))
+
+
+def test_a_trace_of_one_rank_of_several_says_so() -> None:
+    trace = trace_of("h100")
+    assert not demand_of_trace(trace).notes
+    trace.meta.host = HostCapture(local_processes=2)
+    assert demand_of_trace(trace).notes[0].startswith("a trace is of one rank, and others may")
 
 
 def test_an_answer_without_an_estimate_says_why() -> None:

@@ -84,6 +84,7 @@ def test_an_unknown_option_is_named_with_near_ones(tmp_path: Path) -> None:
         (("--batch-size", "4"), 8, 32),
         (("--batch-size", "4", "--tp", "2", "--pp-size", "2"), 8, 8),
         (("--batch-size", "4", "--gradient-accumulation-steps", "3"), 2, 24),
+        (("--batch-size", "4", "--accum", "3"), 1, 12),
         (("--batch-size", "4", "--tp", "3"), 8, None),
         ((), 8, None),
     ],
@@ -92,6 +93,25 @@ def test_samples_of_a_step(
     tmp_path: Path, argv: tuple[str, ...], ranks: int, samples: int | None
 ) -> None:
     assert samples_per_step(_script(tmp_path, *argv), ranks) == samples
+
+
+@pytest.mark.parametrize(
+    ("argv", "samples"),
+    [
+        ((), 4),
+        (("--beta", "2"), 4),
+        (("--batch", "16"), 16),
+        (("--batch-size", "auto"), None),
+        (("-b", "-1"), None),
+        (("-b8",), None),
+        (("--batch-si=8",), None),
+    ],
+)
+def test_a_default_that_is_not_in_force_counts_no_samples(
+    tmp_path: Path, argv: tuple[str, ...], samples: int | None
+) -> None:
+    source = "p.add_argument('-b', '--batch-size', default=4)\np.add_argument('--beta')"
+    assert samples_per_step(_script(tmp_path, *argv, source=source), 1) == samples
 
 
 def test_cards_and_prices() -> None:

@@ -67,6 +67,14 @@ def test_throughput_time_and_money_are_those_of_the_whole_job() -> None:
     assert [row.cost for row in rows] == pytest.approx([13 / 3600, 8 * 3 * 4 / 3600])
 
 
+def test_of_what_costs_the_same_the_faster_comes_first() -> None:
+    cells = [_cell("h100", 8, samples=8), _cell("h100", 8, samples=16)]
+    two = _answer("h100", 2 * GIB, 1.0, world_size=2, host_processes=2)
+    found = {0: _kept("h100", GIB, step=1.0), 1: Kept(status="fits", fits=True, before=two)}
+    rows, by = ranked(cells, Done(dict(found)), None, 160, {"h100": 3.0})
+    assert by == "cost" and [(row.gpus, row.seconds) for row in rows] == [(2, 10), (1, 20)]
+
+
 def test_time_that_a_plan_adds_counts() -> None:
     plan = _kept("h100", 4 * GIB, "fits_with_plan", 4.0, added_fraction=0.5, plan="a.plan")
     plan = msgspec.structs.replace(plan, after=answer_of("h100", GIB))

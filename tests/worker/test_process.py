@@ -33,6 +33,11 @@ for _ in range(4):
     net(torch.randn(8, 256, device="cuda")).sum().backward()
     optimizer.step()
 """
+LEAVES = """
+import atexit, threading
+atexit.register(print, "printed at the end")
+threading.Thread(target=threading.Event().wait).start()
+"""
 WAITS = """
 import time, torch
 torch.ones(1).cuda()
@@ -127,6 +132,30 @@ def test_a_script_that_fails(tmp_path: Path) -> None:
     name = request.program.name
     said = failure(request, tmp_path, None)
     assert said == f"not_captured 4: {name}:3: the script raised ValueError: no data"
+
+
+def test_a_message_that_is_no_text(tmp_path: Path) -> None:
+    request = asked(tmp_path, "print('it began')\nraise ValueError('file ' + chr(0xDCFF))")
+    assert failure(request, tmp_path, None).endswith(r"ValueError: file \udcff")
+
+
+@pytest.mark.parametrize("script", [TRAINS, "raise ValueError"], ids=["captured", "raises"])
+@pytest.mark.parametrize("module", ["memplan.worker", "memplan"])
+def test_threads_that_the_program_leaves_are_not_waited_for(
+    tmp_path: Path, script: str, module: str
+) -> None:
+    request = asked(tmp_path, LEAVES + script)
+    words = [str(tmp_path / "job.trace")]
+    if module == "memplan":
+        words = ["estimate", "--gpu", "l4", request.program.name]
+    done = subprocess.run(
+        [sys.executable, "-m", module, *words],
+        input=request.encoded(),
+        capture_output=True,
+        timeout=100,
+    )
+    assert b"printed at the end" in done.stdout + done.stderr and done.stdout
+    assert done.returncode == (4 if "raise" in script else 0)
 
 
 @pytest.mark.parametrize(

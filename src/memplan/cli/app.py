@@ -24,6 +24,7 @@ from memplan.worker.failure import (
     show_traceback,
     was_interrupted,
 )
+from memplan.worker.leave import leave_threads_behind
 
 COMMANDS = {
     "estimate": "memplan.cli.estimate",
@@ -50,9 +51,17 @@ _EXIT_INTERRUPTED = 130
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command line (`sys.argv[1:]` by default); the exit code. Raises nothing."""
-    words = sys.argv[1:] if argv is None else list(argv)
+    if argv is not None:
+        return _answered(list(argv), own_process=False)
+    code = _answered(sys.argv[1:], own_process=True)
+    if sys.argv[1:2] != ["run"]:
+        leave_threads_behind(code)
+    return code
+
+
+def _answered(words: list[str], *, own_process: bool) -> int:
     try:
-        return _dispatch(words, own_process=argv is None)
+        return _dispatch(words, own_process=own_process)
     except KeyboardInterrupt:
         _complain("interrupted")
         return _EXIT_INTERRUPTED

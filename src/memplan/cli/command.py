@@ -6,6 +6,7 @@ import argparse
 import difflib
 import math
 import re
+from decimal import Decimal, InvalidOperation
 from typing import NoReturn, Protocol
 
 from memplan.types.errors import UsageError
@@ -14,17 +15,30 @@ EXIT_YES = 0
 """It fits; done."""
 EXIT_NO = 3
 """It does not fit."""
+_MOST = 10**18
+"""Whole numbers beyond it are no counts of anything, and floating point has no room for some."""
 
 
 def whole(text: str, what: str, least: int = 0) -> int:
-    """A whole number on the command line. `what`: in words, what it is not."""
-    if not text.isdecimal() or int(text) < least:
+    """A whole number on the command line, as `1000000`, `1_000_000` or `1e6`. `what`: in words,
+    what it is not."""
+    try:
+        number = Decimal(text)
+    except InvalidOperation:
+        number = Decimal("nan")
+    if number.is_finite() and number > _MOST:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than {_MOST:,}")
+    if not number.is_finite() or number < least or number % 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-    return int(text)
+    return int(number)
 
 
 def positive(text: str) -> int:
     return whole(text, "a number from 1 on", 1)
+
+
+def step_count(text: str) -> int:
+    return whole(text, "a number of steps")
 
 
 def positive_seconds(text: str) -> float:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from memplan.cli.advice import next_command
 from memplan.cli.allocator import check_settings
 from memplan.cli.calibrate import add_calibration_option, calibrated
-from memplan.cli.command import EXIT_NO, EXIT_YES, whole
+from memplan.cli.command import EXIT_NO, EXIT_YES, step_count
 from memplan.cli.files import output_path, read_plan
 from memplan.cli.from_snapshot import explain_snapshot
 from memplan.cli.job import add_capture_options, read_job
@@ -50,7 +50,12 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--gpu", metavar="NAME|SIZE", help="the card: h100, rtx4090, 24GiB, 24GiB:sm90")
     add_calibration_option(parser)
-    add("--steps", type=_count, metavar="N", help="optimizer steps to run, 0 for forward only")
+    add(
+        "--steps",
+        type=step_count,
+        metavar="N",
+        help="optimizer steps to run, 0 for forward only",
+    )
     add_capture_options(parser)
     add_maximize_options(parser)
     add("--from-snapshot", metavar="FILE",
@@ -129,10 +134,6 @@ def _estimate_ranks(
 
             save_trace(captures.trace(), path, overwrite=args.force)
         return captures.answer()
-
-
-def _count(text: str) -> int:
-    return whole(text, "a number of steps")
 
 
 def _print(result: Estimate, hint: str) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from memplan import __version__
 from memplan.cli.calibrate import add_calibration_option, calibrated_cards
-from memplan.cli.command import EXIT_NO, EXIT_YES, positive, positive_seconds
+from memplan.cli.command import EXIT_NO, EXIT_YES, positive, positive_seconds, step_count
 from memplan.cli.job import add_capture_options
 from memplan.cli.streams import write_answer, write_json, write_lines
 from memplan.types.errors import NoAnswerError, UsageError
@@ -53,7 +53,8 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     add("--timeout", type=positive_seconds, metavar="SECONDS",
         help="for each capture or fit; one that takes longer has no answer")  # fmt: skip
     add("--ray", metavar="ADDRESS|auto", help="capture on this Ray cluster")
-    add("--steps", type=positive, metavar="N", help="optimizer steps to run in each capture")
+    add("--steps", type=step_count, metavar="N",
+        help="optimizer steps to run in each capture, 0 for forward only")  # fmt: skip
     add_capture_options(parser)
     add("-o", "--output", metavar="FOLDER", help="keep each answer; what is there is not repeated")
     add("--json", action="store_true", help="the answer as JSON on stdout")
@@ -68,6 +69,8 @@ def _run(args: argparse.Namespace) -> int:
     began = time.monotonic()
     if args.json and args.csv:
         raise UsageError("--json and --csv contradict each other", "leave one of them out")
+    if args.fit and args.steps == 0:
+        raise UsageError("--fit with --steps 0: a plan needs a training step", "leave --fit out")
     from memplan.sweep.cards import read_cards, read_prices
 
     profiles = calibrated_cards(args.calibration, read_cards(args.gpu))

@@ -6,11 +6,12 @@ import argparse
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 from memplan.capturing.options import ScriptTarget
 from memplan.cli.job import read_job
-from memplan.cli.launchers.launch import Launch
+from memplan.cli.launchers.launch import Launch, World
 from memplan.cli.launchers.read import read_launch
 from memplan.fit.option_choice import option_to_vary, unknown_option
 from memplan.fit.options import plain_name
@@ -118,16 +119,38 @@ def _find(launch: Launch, gpus_per_node: int | None, dimension: Dimension) -> Ch
     given = [word.partition("=")[0] for word in launch.before if word.startswith("-")]
     spelled = next((word for word in reversed(given) if plain_name(word) == wanted), None)
     if spelled is not None:
-        return lambda now, value: replace(now, before=changed_words(now.before, spelled, value))
+        return _changing(spelled)
     found = option_to_vary(launch.target, dimension.name)
     if found is not None:
         return lambda now, value: replace(now, target=now.target.with_option(found, value))
-    for place in range(len(launch.before)):
-        for option in _spellings(dimension.name):
-            words = _inserted(launch.before, place, option, dimension.values[0])
-            if _reads_as(words, launch, gpus_per_node):
-                # Later changes move words: the launcher is found again, by what stands before it.
-                return _inserting(launch.before[place], option)
+    for place, option in product(range(len(launch.before)), _spellings(dimension.name)):
+        jobs = {
+            value: _job(_inserted(launch.before, place, option, value), launch, gpus_per_node)
+            for value in dimension.values
+        }
+        if not any(jobs.values()):
+            continue
+        for value, job in jobs.items():
+            if job is None:
+                continue
+            # The last of an option's values counts: where this one does not, it is given already.
+            at_end = (
+                _job(_inserted(launch.before, at, option, value), launch, gpus_per_node)
+                for at in reversed(range(len(launch.before)))
+            )
+            last = next(found for found in at_end if found is not None)
+            if last == job:
+                continue
+            for other in given:
+                changed = changed_words(launch.before, other, value)
+                if _job(changed, launch, gpus_per_node) == last:
+                    return _changing(other)
+            raise UsageError(
+                f"--vary {dimension.name}: {launch.before[place]} has it under another spelling",
+                f"{option} in the command, with a space before its value",
+            )
+        # Later changes move words: the launcher is found again, by what stands before it.
+        return _inserting(launch.before[place], option)
     raise unknown_option(launch.target, "--vary", dimension.name)
 
 
@@ -136,6 +159,10 @@ def _spellings(name: str) -> list[str]:
     if len(plain) == 1:
         return [f"-{name.lstrip('-')}"]
     return [f"--{plain.replace('_', '-')}", f"--{plain}"]
+
+
+def _changing(option: str) -> Change:
+    return lambda now, value: replace(now, before=changed_words(now.before, option, value))
 
 
 def _inserting(launcher: str, option: str) -> Change:
@@ -150,9 +177,16 @@ def _inserted(before: tuple[str, ...], place: int, option: str, value: str) -> t
     return (*before[: place + 1], option, value, *before[place + 1 :])
 
 
-def _reads_as(before: tuple[str, ...], launch: Launch, gpus_per_node: int | None) -> bool:
+def _job(
+    before: tuple[str, ...], launch: Launch, gpus_per_node: int | None
+) -> tuple[World | None, dict[str, str]] | None:
+    """What other words make of the launchers: the ranks, and what the first one finds. None where
+    they are refused or leave another program."""
     words = [*before, launch.target.name, *launch.target.argv]
     try:
-        return read_launch(ScriptTarget.of(words), gpus_per_node).target == launch.target
+        found = read_launch(ScriptTarget.of(words), gpus_per_node)
     except UsageError:
-        return False
+        return None
+    if found.target != launch.target:
+        return None
+    return found.world, found.environment(found.world.place(0) if found.world else None)

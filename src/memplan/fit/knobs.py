@@ -38,7 +38,8 @@ _ACCUMULATION = frozenset(
         *("gradient_accumulation_steps", "gradient_accumulation", "grad_accumulation_steps"),
         *("grad_accum_steps", "grad_accum", "grad_acc_steps", "accumulation_steps"),
         *("accumulate_steps", "accumulate", "accumulate_grad_batches", "accum_steps"),
-        *("accum_freq", "accum_iter", "gradient_accumulation_step"),
+        *("accum_freq", "accum_iter", "gradient_accumulation_step", "accum", "accumulation"),
+        *("grad_acc", "acc_steps", "grad_accumulation", "grad_accum_every"),
         # Of a pipeline's schedule, which has as many in flight whatever their size.
         *("micro_batches", "microbatches", "num_micro_batches", "num_microbatches"),
         *("n_micro_batches", "n_microbatches"),
@@ -60,7 +61,8 @@ def find_knobs(program: ScriptTarget) -> list[Knob]:
     """The options that a search may change, at most one of each kind, the batch size first. An
     option on the command line is taken first, by the last part of a dotted name
     (`train.batch_size=8`) where only one has it. Otherwise the first one that the source declares
-    with a positive integer as its default."""
+    with a positive integer as its default, unless the command line has it with a value that is no
+    such integer (`auto`, `-1`) or in a way that is not read (`-b8`, `--batch-s 8`)."""
     declared = list(_declared(program))
     aliases = {option: kind for kind, one in declared for option in one.names}
     found: dict[Kind, Knob] = {}
@@ -77,7 +79,7 @@ def find_knobs(program: ScriptTarget) -> list[Knob]:
         if len(knobs) == 1:
             found.setdefault(kind, *knobs.values())
     for kind, one in declared:
-        if one.default > 0:
+        if one.default > 0 and not _is_typed(program, one):
             found.setdefault(kind, Knob(kind, one.longest, one.default))
     return [found[kind] for kind in _NAMES if kind in found]
 
@@ -86,6 +88,20 @@ def find_accumulation(program: ScriptTarget) -> NumericOption | None:
     """The option that says how many batches make an update, and its value."""
     found = find_value(program, _ACCUMULATION)
     return found if found is not None and found.value > 0 else None
+
+
+def _is_typed(program: ScriptTarget, option: Declared) -> bool:
+    """Whether the command line has the option in any way that argparse takes."""
+    typed = {word.partition("=")[0] for word in program.argv}
+    if typed & set(option.names):
+        return True
+    typed -= {name for one in declared_options(program) for name in one.names}
+    return any(
+        name.startswith(word) if name.startswith("--") else word.startswith(name)
+        for name in option.names
+        for word in typed
+        if len(word) > 2
+    )
 
 
 def _last_part(option: str) -> str:

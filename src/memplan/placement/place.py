@@ -16,6 +16,11 @@ from memplan.types.errors import FormatError, UsageError
 from memplan.types.estimate import Estimate
 from memplan.types.trace import Trace
 
+_ONE_RANK = (
+    "a trace is of one rank, and others may need more: the answer of memplan estimate --json is of "
+    "all that can differ"
+)
+
 
 @dataclass(frozen=True)
 class Demand:
@@ -42,13 +47,18 @@ def demand_of_trace(trace: Trace) -> Demand:
         answer = estimate(trace, card)
         return answer.high_bytes * answer.card_processes, answer.fits is True
 
-    return Demand(estimate(trace, seen), seen, on)
+    answer = estimate(trace, seen)
+    several = answer.host_processes > 1
+    return Demand(answer, seen, on, (_ONE_RANK,) if several else ())
 
 
 def demand_of_answer(encoded: bytes) -> Demand:
     """The demand in the JSON of `estimate` or `fit`: the high bound, with the context of each card.
     Raises FormatError for another file."""
     answer, *notes = _estimate_in(encoded)
+    counts = (answer.host_processes, answer.card_processes, answer.world_size)
+    if answer.high_bytes < 0 or any(count is not None and count < 1 for count in counts):
+        raise FormatError("an answer with figures that no job has", "memplan estimate --json …")
     seen = find_profile(answer.gpu.name if answer.gpu else DEFAULT_PROFILE)
 
     def on(card: DeviceProfile) -> tuple[int, bool]:

@@ -24,7 +24,8 @@ def ranked(
     prices: Mapping[str, float] | None = None,
 ) -> tuple[list[Row], By]:
     """Rows, those that fit first and the best of them at the top, and what they are ranked by: the
-    first of money, time to the samples, throughput, step time and memory that all of them have.
+    first of money, time to the samples, throughput, step time and memory that all of them have,
+    where that is equal by the next.
 
     `prices`: of one GPU of each card for an hour.
     """
@@ -33,13 +34,13 @@ def ranked(
         for position, cell in enumerate(cells)
     ]
     good = [row for row in rows if row.status in ("fits", "fits_with_plan")]
-    by = next(name for name in _RANKINGS if all(_worth(row, name) is not None for row in good))
-    good.sort(key=lambda row: (_worth(row, by), row.high_bytes))
+    known = [name for name in _RANKINGS if all(_worth(row, name) is not None for row in good)]
+    good.sort(key=lambda row: [_worth(row, name) for name in known])
     placed = [msgspec.structs.replace(row, place=place) for place, row in enumerate(good, 1)]
     order = ("too_large", "impossible", "failed", "not_done")
     rest = [row for row in rows if row.status in order]
     rest.sort(key=lambda row: (order.index(row.status), row.high_bytes or 0))
-    return [*placed, *rest], by
+    return [*placed, *rest], known[0]
 
 
 def _worth(row: Row, by: By) -> float | None:

@@ -7,7 +7,9 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import cache
 from hashlib import blake2b
+from importlib import metadata
 from pathlib import Path
 
 import msgspec
@@ -51,11 +53,13 @@ class Cell:
     fit_words: tuple[str, ...] = ()
 
     def key(self) -> str:
-        """A name for its answer: another one where the question, the script or memplan changed."""
+        """A name for its answer: another one where the question, the script, memplan or PyTorch
+        changed."""
         assert self.question is not None
         request = self.question(None if self.ranks is None else 0).request
         digest = blake2b(request.encoded(), digest_size=16)
-        digest.update(repr((self.gpu, self.ranks, self.fit_words, __version__)).encode())
+        versions = (__version__, _torch_version())
+        digest.update(repr((self.gpu, self.ranks, self.fit_words, versions)).encode())
         if request.program.kind == "script":
             digest.update(Path(request.program.name).read_bytes())
         return digest.hexdigest()
@@ -76,7 +80,8 @@ def run_cells(
 ) -> Done:
     """Answers, each kept in `store` as soon as it is there. Ctrl-C ends it with what is done.
 
-    Whatever goes wrong about a combination is its answer. Raises FormatError for a damaged store.
+    Whatever goes wrong about a combination is its answer. Raises UsageError for a store that is
+    damaged or cannot be written.
     """
     done = Done()
     todo: dict[int, str] = {}
@@ -101,10 +106,12 @@ def run_cells(
                 for number, future in enumerate(as_completed(futures), start=1):
                     done.found[futures[future]] = future.result()
                     progress(f"{number} of {len(todo)} combinations, {executor.jobs} at a time")
-            except KeyboardInterrupt:
-                done.complete = False
+            except BaseException as error:
                 executor.stop()
                 pool.shutdown(cancel_futures=True)
+                if not isinstance(error, KeyboardInterrupt):
+                    raise  # an answer could not be kept: the others would not be either
+                done.complete = False
                 for future, position in futures.items():
                     if not future.cancelled() and future.exception() is None:
                         done.found[position] = future.result()
@@ -194,6 +201,15 @@ class _Answers:
             added_fraction=found.added_fraction,
             plan=str(plan) if self._store is not None else None,
         )
+
+
+@cache
+def _torch_version() -> str:
+    """Empty where it was installed without saying so."""
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _refused(error: UsageError) -> Kept:

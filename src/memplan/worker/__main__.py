@@ -13,6 +13,7 @@ import msgspec
 
 from memplan.types.trace_file import save_trace
 from memplan.worker.failure import outcome_of, show_traceback, was_interrupted
+from memplan.worker.leave import leave_threads_behind
 from memplan.worker.perform import perform
 from memplan.worker.request import Outcome, read_request
 from memplan.worker.signals import ended_by_signal, signals_now
@@ -72,4 +73,6 @@ def main(path: Path, pipe: int | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), *map(int, sys.argv[2:])))
+    exit_code = main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    leave_threads_behind(exit_code)
+    sys.exit(exit_code)

@@ -36,8 +36,8 @@ def outcome_of(error: Exception) -> Outcome:
         return Outcome(
             kind="out_of_memory" if memory else "not_captured" if no_answer else "error",
             exit_code=known.exit_code,
-            message=f"error: {known.message}",
-            hint=known.hint,
+            message=f"error: {_encodable(known.message)}",
+            hint=_encodable(known.hint),
         )
     if isinstance(error, MemoryError):
         return Outcome(
@@ -55,6 +55,11 @@ def outcome_of(error: Exception) -> Outcome:
         message=f"a fault of memplan itself: {type(error).__name__}: {error} (at {place})",
         hint="MEMPLAN_DEBUG=1 in the environment shows the traceback; please report it",
     )
+
+
+def _encodable(text: str) -> str:
+    """Names of files may have bytes that are no text, and JSON takes no such."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def was_interrupted(error: Exception) -> bool:
