@@ -270,6 +270,8 @@ class CaptureState:
             number = self.number_of(tensor)
             if number >= 0:
                 self.recorder.builder.set_role(number, role, name)
+                if role == Role.GRADIENT:
+                    self.sizes.forget(tensor)
             else:
                 self.host.role_of(tensor, role)
         elif hasattr(tensor, "__tensor_flatten__"):

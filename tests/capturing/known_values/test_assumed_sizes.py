@@ -58,6 +58,29 @@ def test_the_rest_of_what_a_mask_selects_may_be_all_rows() -> None:
     assert bounds(record(job), "exp") == {((POINTS // 4 - 1) * ROW, (POINTS - 2) * ROW)}
 
 
+def test_gradients_of_weights_have_the_weights_rows() -> None:
+    """As many channels as rows are assumed to be selected."""
+
+    def job() -> None:
+        convolution = torch.nn.Conv2d(16, 64, 3, device="cuda")
+        linear = torch.nn.Linear(64, 64, device="cuda")
+        optimizer = torch.optim.SGD((*convolution.parameters(), *linear.parameters()), momentum=0.9)
+        for _ in range(2):
+            rows = convolution(torch.randn(128, 16, 3, 3, device="cuda")).flatten(1)
+            linear(rows[rows.sum(1) > 0]).exp().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    trace = record(job)
+    for op in ("convolution_backward", "_foreach", "clone"):
+        assert not bounds(trace, op)
+    assert bounds(trace, "addmm") == {(64 * ROW, 128 * ROW)}
+    # A backward pass has two products: the gradients of the rows, and of the weight.
+    assert [one.op for one in trace if one.provenance == Provenance.ASSUMED].count(
+        "aten.mm.default"
+    ) == 2
+
+
 def test_of_two_masks_that_select_as_many_the_larger_counts() -> None:
     def job() -> None:
         half, whole = (torch.randn(n, WIDTH, device="cuda") for n in (POINTS // 2, POINTS))

@@ -7,11 +7,12 @@ the bytes that it would have if the mask selected everything.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
+aten = torch.ops.aten
 _ROWS = "_memplan_rows"
 
 
@@ -22,6 +23,7 @@ class AssumedSizes:
         self.any = False
         """Whether a mask was assumed."""
         self._now: dict[int, int] = {}
+        self._of_weights: set[torch.Size] = set()
 
     def note(self, mask: torch.Tensor, selected: int) -> None:
         """Note that a mask is assumed to select so many of its elements."""
@@ -31,9 +33,10 @@ class AssumedSizes:
             self.any = True
             setattr(mask.untyped_storage(), _ROWS, {**rows, selected: most})
 
-    def begin(self, inputs: Iterable[Any]) -> None:
-        """To be called before an operator runs on these inputs."""
-        self._now = {}
+    def begin(self, inputs: Iterable[Any], of_weights: Iterable[torch.Size] = ()) -> None:
+        """To be called before an operator runs on these inputs. `of_weights`: the shapes of its
+        results that have a weight's rows (`gradient_shapes`)."""
+        self._now, self._of_weights = {}, set(of_weights)
         for item in inputs:
             if isinstance(item, torch.Tensor) and item.layout is torch.strided:
                 for selected, most in _rows(item).items():
@@ -47,13 +50,29 @@ class AssumedSizes:
 
     def high_bytes(self, made: torch.Tensor) -> int | None:
         """The high bound for a storage of the operator; None where it depends on no assumption."""
-        if not self._now:
+        if not self._now or made.shape in self._of_weights:
             return None
         storage = made.untyped_storage()
         setattr(storage, _ROWS, self._now)
         if not made.dim() or made.shape[0] not in self._now:
             return None
         return storage.nbytes() // made.shape[0] * self._now[made.shape[0]]
+
+
+    def forget(self, gradient: torch.Tensor) -> None:
+        """Note that a tensor has the shape of its parameter, whatever it was computed from."""
+        if self.any and gradient.layout is torch.strided:
+            setattr(gradient.untyped_storage(), _ROWS, {})
+
+
+def gradient_shapes(func: Any, args: Sequence[Any]) -> list[torch.Size]:
+    """The shapes of an operator's results that are gradients of weights. A weight may have as many
+    rows as a mask is assumed to select."""
+    if func is aten.convolution_backward.default:
+        return [args[2].shape, args[2].shape[:1]]
+    if func is aten.mm.default and args[0].stride(0) < args[0].stride(1):  # it sums over rows
+        return [torch.Size((args[0].shape[0], args[1].shape[1]))]
+    return []
 
 
 def _rows(tensor: torch.Tensor) -> dict[int, int]:

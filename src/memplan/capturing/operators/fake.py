@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import (
 
 from memplan.capturing.enough import EnoughSeen
 from memplan.capturing.fake.arguments import flat, tensors_among, without_out, written_among
+from memplan.capturing.known_values.assumed_sizes import gradient_shapes
 from memplan.capturing.operators.host_rule import run_on_host
 from memplan.capturing.operators.reduced_losses import kept_bytes
 from memplan.capturing.recording.work import describe, moved_bytes
@@ -54,7 +55,7 @@ def run_fake(
     recorder = state.recorder
     builder = recorder.builder
     if state.sizes.any:
-        state.sizes.begin(fakes)
+        state.sizes.begin(fakes, gradient_shapes(func, args))
     name = state.acting or state.op_name(func)
     builder.begin_op(name, reads=state.numbers_of(fakes), stream=recorder.stream)
     if state.on_op is not None:
