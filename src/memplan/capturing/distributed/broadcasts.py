@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from memplan.capturing.distributed.peers import Peers
     from memplan.capturing.state import CaptureState
 
-_SMALL = 256
+_SMALL = 4096
 """Elements: what the host decides by is not larger."""
 _ALIKE = ("torch/nn/parallel/distributed.py", "torch/distributed/utils.py")
 """Files of PyTorch that make buckets, parameters and buffers equal on all ranks."""
