@@ -24,7 +24,7 @@ from memplan.worker.failure import (
     show_traceback,
     was_interrupted,
 )
-from memplan.worker.leave import leave_threads_behind
+from memplan.worker.leave import leave
 
 COMMANDS = {
     "estimate": "memplan.cli.estimate",
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         return _answered(list(argv), own_process=False)
     code = _answered(sys.argv[1:], own_process=True)
     if sys.argv[1:2] != ["run"]:
-        leave_threads_behind(code)
+        leave(code)
     return code
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from memplan.types.trace_file import save_trace
 from memplan.worker.failure import outcome_of, show_traceback, was_interrupted
-from memplan.worker.leave import leave_threads_behind
+from memplan.worker.leave import leave
 from memplan.worker.perform import perform
 from memplan.worker.request import Outcome, read_request
 from memplan.worker.signals import ended_by_signal, signals_now
@@ -73,6 +73,4 @@ def main(path: Path, pipe: int | None = None) -> int:
 
 
 if __name__ == "__main__":
-    exit_code = main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
-    leave_threads_behind(exit_code)
-    sys.exit(exit_code)
+    leave(main(Path(sys.argv[1]), *map(int, sys.argv[2:])))

@@ -5,16 +5,16 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import threading
 from contextlib import suppress
+from typing import NoReturn
 
 
-def leave_threads_behind(code: int) -> None:
-    """End this process with `code` where threads run for which Python would wait: a program that
-    was ended in the middle may never tell them to end."""
-    others = set(threading.enumerate()) - {threading.main_thread()}
-    if all(thread.daemon for thread in others):
-        return
+def leave(code: int) -> NoReturn:
+    """End this process with `code`, after what is registered with `atexit`.
+
+    Python would wait for threads, which a program that was ended in the middle may never tell to
+    end, and look through every object of PyTorch; Triton would write of objects that are alive.
+    """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from collections.abc import Mapping
@@ -43,9 +42,6 @@ def perform(request: CaptureRequest, only_writes: tuple[Path, ...] | None = None
             )
             target = target.with_arguments(plan)
         trace = capture_script(target, request.options, in_effect, only_writes=only_writes)
-    if only_writes is not None:
-        # This process ends soon. Python would look through every object of PyTorch at its end.
-        gc.freeze()
     inherited = conf_in(os.environ | environment)
     planned = plan.alloc_conf if plan else ""
     conf = next(filter(None, (trace.meta.alloc_conf, inherited, planned)), "")
