@@ -47,6 +47,10 @@ if rank == 2:
     flags.fill_(4096)
 dist.broadcast(flags, 2)
 width = flags.cpu()[0]""",
+    "a list of hundreds": """
+order = torch.tensor([4096] * 302 if rank == 2 else [-1] * 302, device="cuda")
+dist.broadcast(order, 2)
+width = [one.item() for one in order.cpu()][301]""",
     "on the host": """
 width = torch.tensor(4096 if rank == 2 else 0)
 dist.broadcast(width, 2, group=dist.new_group(backend="gloo"))""",
