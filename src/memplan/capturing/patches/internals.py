@@ -103,8 +103,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     """),
     "runtime/graph": _names("""
         torch._C: DispatchKey _AutoDispatchBelowAutograd _DisableAutocast
-            _autograd._get_data_attr _autograd._top_saved_tensors_default_hooks
-            _disabled_torch_dispatch_impl _dynamo.eval_frame.reset_code
+            _autograd._top_saved_tensors_default_hooks _disabled_torch_dispatch_impl
+            _dynamo.eval_frame.reset_code
             _dynamo.guards.DictGuardManager
             _is_any_autocast_enabled _set_grad_enabled
         torch._dynamo: config.allow_rnn config.assume_dunder_attributes_remain_unchanged
@@ -116,7 +116,6 @@ NAMES: dict[str, tuple[str, ...]] = {
             exc.ObservedAttributeError exc.Unsupported
             exc.unimplemented guards.GuardBuilder guards._get_closure_vars guards.install_guard
             side_effects.SideEffects source.AttrSource source.GlobalSource symbolic_convert
-            symbolic_convert.InliningInstructionTranslator
             symbolic_convert.InstructionTranslator
             symbolic_convert.InstructionTranslatorBase
             tensor_version_op._tensor_version types.GuardFilterEntry utils.counters

@@ -57,18 +57,16 @@ _KNOWN_DICTS = (dict, OrderedDict, defaultdict)
 
 
 @contextlib.contextmanager
-def strict(*, input_values: bool = False) -> Iterator[None]:
+def strict() -> Iterator[None]:
     """Inside, Dynamo also guards what it expects nobody to change: hooks, defaults of functions,
     aliases among parameters, state in modules of the standard library, and more
-    (`strict_guards`). `input_values`: numbers that follow from inputs become constants."""
-    from memplan.runtime.graph import input_values as values
+    (`strict_guards`)."""
     from memplan.runtime.graph.strict_guards import PATCHES  # releases before 2.13 do not have it
 
     patches = [
         (LoggingLoggerVariable, "call_method", _call_of_a_logger),
         *PATCHES,
         *user_calls.PATCHES,
-        *(values.PATCHES if input_values else ()),
     ]
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch._dynamo.config.patch(_DYNAMO_SETTINGS))

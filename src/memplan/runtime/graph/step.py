@@ -182,7 +182,7 @@ class CompiledStep(Generic[P]):
             self._past += self._reports()
             capture.begin_anew()
         try:
-            with strict(input_values=capture.input_values):
+            with strict():
                 result = capture(*args, **kwargs)
         except Exception as error:
             inner = getattr(error, "inner_exception", error)
@@ -196,11 +196,6 @@ class CompiledStep(Generic[P]):
                 capture.ran = None
             if isinstance(inner, MemplanError):
                 raise inner from None
-            if "ata-dependent" in str(inner) and not capture.input_values:
-                capture.input_values = True
-                self._past += self._reports()
-                capture.begin_anew()
-                return self._run(last, before, args, kwargs)
             # A first call may install hooks or fill caches, so that the second can be captured.
             again = isinstance(inner, Unsupported) and not (known or self._plain_calls)
             return self._give_up(_reason(inner), args, kwargs, for_good=not again)

@@ -60,8 +60,6 @@ class StepCapture:
         """One for each set of shapes or values."""
         self.ran: RunnableGraph | None = None
         """The graph that began to run last."""
-        self.input_values = False
-        """Whether numbers that follow from inputs alone are constants of the graphs."""
         self.guards = ExtraGuards()
         self._updates_in_graph: bool | None = None
         """Whether the current graphs update parameters; None where there are no graphs."""
