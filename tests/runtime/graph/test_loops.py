@@ -681,3 +681,24 @@ def test_steps_are_told_once_to_those_who_count_them() -> None:
                 assert len(told) == calls
     finally:
         observer.close()
+
+
+def test_a_number_whose_memory_another_input_writes() -> None:
+    """Dynamo reads a whole number once, before the step, and drops its tensor from the graph."""
+
+    def make() -> Job:
+        model = nn.Linear(3, 3)
+        shared = [torch.tensor(number).numpy() for number in range(4)]
+        batches = [
+            (torch.randn(4, 3), torch.from_numpy(one), torch.from_numpy(one)) for one in shared
+        ]
+
+        def loss_fn(x: Tensor, count: Tensor, same: Tensor) -> Tensor:
+            same.add_(1)
+            out = model(x) if count.item() > 2 else model(x).sin()
+            return out.square().mean()
+
+        return Job(model, [torch.optim.SGD(model.parameters(), 0.1)], loss_fn, batches)
+
+    step, _ = assert_as_plain(make)
+    assert "share memory" in step.report().fallback

@@ -58,7 +58,6 @@ class AssumedSizes:
             return None
         return storage.nbytes() // made.shape[0] * self._now[made.shape[0]]
 
-
     def forget(self, gradient: torch.Tensor) -> None:
         """Note that a tensor has the shape of its parameter, whatever it was computed from."""
         if self.any and gradient.layout is torch.strided:

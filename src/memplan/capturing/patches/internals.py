@@ -115,6 +115,7 @@ NAMES: dict[str, tuple[str, ...]] = {
             config.skip_tensor_guards_with_matching_dict_tags config.trace_numpy
             exc.ObservedAttributeError exc.Unsupported
             exc.unimplemented guards.GuardBuilder guards._get_closure_vars guards.install_guard
+            output_graph.OutputGraph
             side_effects.SideEffects source.AttrSource source.GlobalSource symbolic_convert
             symbolic_convert.InstructionTranslator
             symbolic_convert.InstructionTranslatorBase

@@ -45,6 +45,7 @@ from torch._C._dynamo.guards import DictGuardManager
 from torch._dynamo import symbolic_convert
 from torch._dynamo.exc import ObservedAttributeError, unimplemented
 from torch._dynamo.guards import GuardBuilder, _get_closure_vars, install_guard
+from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import AttrSource, GlobalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
@@ -385,6 +386,22 @@ _INEXACT_GUARDS = [
     ("CONSTANT_SUBCLASS_MATCH", _is_inexact),
     ("SEQUENCE_LENGTH", _is_ordered),
 ]
+
+
+def _prune_inputs(self: OutputGraph) -> None:
+    """Keep a tensor that nothing but a guard reads among the graph's inputs, of which `StepCapture`
+    checks before each call that they share no memory that is written."""
+    (output,) = self.graph.find_nodes(op="output")
+    for node in self.placeholders:
+        made = node.meta.get("example_value")
+        read = isinstance(made, torch.Tensor) and not (made.requires_grad and made.dim())
+        if read and all(user.target == "item" for user in node.users):
+            with self.graph.inserting_before(output):
+                self.graph.call_method("detach", (node,)).meta["example_value"] = made
+    _prune(self)
+
+
+_prune: Callable[[OutputGraph], None] = OutputGraph.remove_unused_graphargs
 PATCHES: list[tuple[Any, str, Any]] = [
     (builtin, _compare.__name__, _is),
     (object_protocol, _compare.__name__, _is),
@@ -405,6 +422,7 @@ PATCHES: list[tuple[Any, str, Any]] = [
     (ConstDictVariable, _get_item.__name__, _getitem),
     (ConstDictVariable, _guard_keys.__name__, _guard_keys_in_order),
     (CommonListMethodsVariable, _call_list.__name__, _call_of_a_list),
+    (OutputGraph, _prune.__name__, _prune_inputs),
     (SideEffects, _mutate.__name__, _mutation),
     (SkipFunctionVariable, _call_skip.__name__, _call_skipped),
     *((GuardBuilder, name, _exactly(vars(GuardBuilder)[name], of)) for name, of in _INEXACT_GUARDS),
