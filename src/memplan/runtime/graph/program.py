@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
@@ -255,7 +256,7 @@ class _Reader:
     def _new_storage(self, val: torch.Tensor, name: str) -> int:
         if val.layout != torch.strided:
             raise ValueError(f"a tensor that is not dense: {name}, {val.layout}")
-        if is_symbolic(val):
+        if has_free_unbacked_symbols(val):
             raise ValueError(f"a size that depends on values: {name}")
         self.storages.append(StorageFacts(int(val.untyped_storage().nbytes()), name))
         return len(self.storages) - 1
