@@ -87,6 +87,10 @@ class Executable:
             for place, output in enumerate(outputs)
         )
 
+    def within(self, values: list[Any]) -> tuple[Any, ...]:
+        """Run the graph as a part of another one: the modes of that hold, and tensors are plain."""
+        return self._function(values)
+
     def failed_at(self, error: BaseException) -> int | None:
         """Index in `nodes` of the node that raised `error`; None where it was raised elsewhere."""
         trace = error.__traceback__

@@ -33,7 +33,7 @@ class TakeGradient(MemplanOp):
         elif self._updates.in_graph and self.can_wait:
             self._updates.update_with_postponed(parameter)
         elif self._updates.in_graph:
-            self._updates.update(parameter)
+            self._updates.update(parameter, within=True)
 
     def hold(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Accumulate the gradient in `parameter.grad`."""

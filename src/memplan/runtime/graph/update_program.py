@@ -62,13 +62,17 @@ class UpdateProgram:
         gradient: list[torch.Tensor],
         state: Mapping[str, Any],
         numbers: Sequence[float],
+        *,
+        within: bool = False,
     ) -> bool:
-        """Update a parameter. Without chunks, the gradient is taken out of its list and
-        overwritten. False, and nothing is done, where chunks are impossible: the state has other
-        strides than the parameter. Where only the gradient has, each chunk of it is copied."""
+        """Update a parameter; `within` a graph's code. Without chunks, the gradient is taken out of
+        its list and overwritten. False, and nothing is done, where chunks are impossible: the state
+        has other strides than the parameter. Where only the gradient has, each chunk of it is
+        copied."""
         held = [parameter, *(state[key] for key in self.state)]
         if self.size is None:
-            self.each([held[0], gradient.pop(), *held[1:], *numbers])
+            run = self.each.within if within else self.each
+            run([held[0], gradient.pop(), *held[1:], *numbers])
             return True
         held, taken = [held[0].detach(), *held[1:]], gradient[0]
         if any(one.shape != parameter.shape for one in (*held, taken)):

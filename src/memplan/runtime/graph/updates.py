@@ -126,18 +126,18 @@ class Updates:
     def update_with_postponed(self, parameter: torch.Tensor) -> None:
         """Update a parameter together with all postponed ones."""
         postponed, self._postponed = self._postponed, []
-        self.update(*postponed, parameter)
+        self.update(*postponed, parameter, within=True)
 
-    def update(self, *parameters: torch.Tensor) -> None:
-        """Update parameters that have gradients: a single one by its program if there is one,
-        several of a group by one step of their optimizer."""
+    def update(self, *parameters: torch.Tensor, within: bool = False) -> None:
+        """Update parameters that have gradients, `within` a graph's code: a single one by its
+        program if there is one, several of a group by one step of their optimizer."""
         by_group: dict[tuple[Optimizer, int], list[torch.Tensor]] = {}
         for parameter in parameters:
             if (found := self._groups.get(id(parameter))) is not None:
                 by_group.setdefault(found, []).append(parameter)
         for (optimizer, number), members in by_group.items():
             self.updated.update(map(id, members))
-            if len(members) > 1 or not self._run_program(members[0]):
+            if len(members) > 1 or not self._run_program(members[0], within):
                 update(optimizer, optimizer.param_groups[number], *members)
             if not self.keep_gradients:
                 for parameter in members:
@@ -151,13 +151,14 @@ class Updates:
 
     # Updates by programs
 
-    def _run_program(self, parameter: torch.Tensor) -> bool:
+    def _run_program(self, parameter: torch.Tensor, within: bool) -> bool:
         one = self.class_of.get(id(parameter))
         if one is None or parameter.grad is None:
             return False
         gradient, parameter.grad = [parameter.grad], None
         state = one.optimizer.state.get(parameter, {})
-        ran = one.programs[id(parameter)].run(parameter, gradient, state, one.numbers)
+        program = one.programs[id(parameter)]
+        ran = program.run(parameter, gradient, state, one.numbers, within=within)
         if gradient:
             parameter.grad = gradient[0]
         return ran
