@@ -435,8 +435,11 @@ def _run_as(
 
 def as_started(target: ScriptTarget, own: RankPlace, other: RankPlace) -> ScriptTarget:
     """The program of another rank: launchers may tell a rank in an argument."""
-    told = {f"--local{_}rank={own.local_rank}": f"--local{_}rank={other.local_rank}" for _ in "_-"}
-    return replace(target, argv=tuple(told.get(word, word) for word in target.argv))
+    argv = list(target.argv)
+    for option in ("--local_rank", "--local-rank"):
+        told = f"{option}={own.local_rank}"
+        argv = [f"{option}={other.local_rank}" if word == told else word for word in argv]
+    return replace(target, argv=tuple(argv))
 
 
 def _told_to_end(process: int, *_signal: Any) -> NoReturn:
