@@ -60,6 +60,14 @@ class ScriptTarget:
     def without_flag(self, flag: str) -> ScriptTarget:
         return replace(self, argv=tuple(word for word in self.argv if word != flag))
 
+    def as_rank(self, own: RankPlace, other: RankPlace) -> ScriptTarget:
+        """The program of another rank: launchers may tell a rank in an argument."""
+        argv = list(self.argv)
+        for option in ("--local_rank", "--local-rank"):
+            told = f"{option}={own.local_rank}"
+            argv = [f"{option}={other.local_rank}" if word == told else word for word in argv]
+        return replace(self, argv=tuple(argv))
+
     def with_arguments(self, plan: Plan) -> ScriptTarget:
         """The same target with the values that a plan's part `arguments` gives its options;
         unchanged where the plan was made from other arguments."""

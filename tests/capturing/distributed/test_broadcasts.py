@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from memplan.capturing.distributed.peers import Peers, as_started
+from memplan.capturing.distributed.peers import Peers
 from memplan.capturing.options import CaptureOptions, RankPlace, ScriptTarget
 from memplan.capturing.script import capture_script
 from memplan.cli import main
@@ -310,5 +310,5 @@ def test_a_sender_that_fails_matters_where_its_value_does(folder: Path) -> None:
 @pytest.mark.parametrize("option", ["--local_rank", "--local-rank"])
 def test_another_rank_has_its_own_argument(option: str) -> None:
     target = ScriptTarget("script", "train.py", (f"{option}=1", "--steps", "1"))
-    other = as_started(target, RankPlace(5, 8, 4), RankPlace(3, 8, 4))
+    other = target.as_rank(RankPlace(5, 8, 4), RankPlace(3, 8, 4))
     assert other.argv == (f"{option}=3", "--steps", "1")

@@ -222,7 +222,9 @@ def test_live_bytes_are_those_that_are_predicted(
             return run(primals)
 
     monkeypatch.setattr(made, "run", kept)
-    monkeypatch.setattr(step._updates, "update", lambda parameter: setattr(parameter, "grad", None))
+    monkeypatch.setattr(
+        step._updates, "update", lambda parameter, **_: setattr(parameter, "grad", None)
+    )
     step(*job.batches[1])
     ((tracker, _),) = values
     graph = found[0].graph

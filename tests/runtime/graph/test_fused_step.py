@@ -245,9 +245,9 @@ def test_small_parameters_are_updated_together(monkeypatch: pytest.MonkeyPatch) 
     update = type(step._updates).update
     calls: list[list[int]] = []
 
-    def seen(self: Any, *parameters: Tensor) -> None:
+    def seen(self: Any, *parameters: Tensor, **how: bool) -> None:
         calls.append(sorted(one.numel() for one in parameters))
-        update(self, *parameters)
+        update(self, *parameters, **how)
 
     monkeypatch.setattr(type(step._updates), "update", seen)
     for _ in range(3):
@@ -269,11 +269,11 @@ def test_other_shapes_and_an_error_in_an_update(monkeypatch: pytest.MonkeyPatch)
     update = type(step._updates).update
     updated: list[Tensor] = []
 
-    def fail(self: Any, *parameters: Tensor) -> None:
+    def fail(self: Any, *parameters: Tensor, **how: bool) -> None:
         if len(updated) == 2:
             raise RuntimeError("no more")
         updated.extend(one for one in parameters if self.trains(one))
-        update(self, *parameters)
+        update(self, *parameters, **how)
 
     monkeypatch.setattr(type(step._updates), "update", fail)
     with pytest.raises(RuntimeError, match="no more") as caught:

@@ -25,7 +25,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.capturing.enough import EnoughSeen
-from memplan.capturing.options import CaptureOptions, RankPlace, ScriptTarget
+from memplan.capturing.options import CaptureOptions, ScriptTarget
 from memplan.types.deadline import Deadline
 from memplan.types.errors import CaptureError, MemplanError
 
@@ -423,7 +423,7 @@ def _run_as(
         failure = ("it ended without telling of it", "")
         try:
             own._stand_still()
-            run(as_started(target, options.place, place), replace(options, place=place))
+            run(target.as_rank(options.place, place), replace(options, place=place))
         except EnoughSeen:
             pass
         except MemplanError as error:
@@ -431,15 +431,6 @@ def _run_as(
         own.ended(*failure)
     finally:
         os._exit(0)
-
-
-def as_started(target: ScriptTarget, own: RankPlace, other: RankPlace) -> ScriptTarget:
-    """The program of another rank: launchers may tell a rank in an argument."""
-    argv = list(target.argv)
-    for option in ("--local_rank", "--local-rank"):
-        told = f"{option}={own.local_rank}"
-        argv = [f"{option}={other.local_rank}" if word == told else word for word in argv]
-    return replace(target, argv=tuple(argv))
 
 
 def _told_to_end(process: int, *_signal: Any) -> NoReturn:
