@@ -113,6 +113,12 @@ def test_what_is_no_answer(text: bytes) -> None:
         demand_of_answer(text)
 
 
+def test_an_answer_of_a_later_release() -> None:
+    answer = answer_of("h100", GIB, schema_version=99)
+    with pytest.raises(FormatError, match="version 99; this memplan reads 1"):
+        demand_of_answer(msgspec.json.encode(answer))
+
+
 @pytest.mark.parametrize("field", ["host_processes", "card_processes", "world_size", "high_bytes"])
 def test_figures_that_no_job_has(field: str) -> None:
     fields = {field: -1 if field == "high_bytes" else 0}

@@ -14,8 +14,9 @@ from memplan.sweep.grid import (
     combinations,
     read_dimension,
 )
-from memplan.sweep.samples import samples_per_step
+from memplan.sweep.samples import Samples
 from memplan.types.errors import UsageError
+from tests.placement.answers import GIB, answer_of
 
 
 def _script(folder: Path, *argv: str, source: str = "") -> ScriptTarget:
@@ -77,6 +78,11 @@ def test_an_unknown_option_is_named_with_near_ones(tmp_path: Path) -> None:
     assert "--vary batch-size" in error.hint
 
 
+def _told(program: ScriptTarget, ranks: int) -> int | None:
+    found = Samples.of(program, ranks)
+    return None if found is None else found.per_step(answer_of("h100", GIB))
+
+
 @pytest.mark.parametrize(
     ("argv", "ranks", "samples"),
     [
@@ -92,7 +98,7 @@ def test_an_unknown_option_is_named_with_near_ones(tmp_path: Path) -> None:
 def test_samples_of_a_step(
     tmp_path: Path, argv: tuple[str, ...], ranks: int, samples: int | None
 ) -> None:
-    assert samples_per_step(_script(tmp_path, *argv), ranks) == samples
+    assert _told(_script(tmp_path, *argv), ranks) == samples
 
 
 @pytest.mark.parametrize(
@@ -111,7 +117,28 @@ def test_a_default_that_is_not_in_force_counts_no_samples(
     tmp_path: Path, argv: tuple[str, ...], samples: int | None
 ) -> None:
     source = "p.add_argument('-b', '--batch-size', default=4)\np.add_argument('--beta')"
-    assert samples_per_step(_script(tmp_path, *argv, source=source), 1) == samples
+    assert _told(_script(tmp_path, *argv, source=source), 1) == samples
+
+
+@pytest.mark.parametrize(
+    ("seen", "samples"),
+    [
+        ({}, 48),
+        ({"samples_per_step": 10.0, "batches_per_step": 3.0}, 40),
+        ({"batches_per_step": 5.0}, 80),
+    ],
+)
+def test_what_the_capture_saw_counts_before_the_options(
+    tmp_path: Path, seen: dict[str, float], samples: int
+) -> None:
+    """A batch may be larger than the data; batches may be accumulated by a constant."""
+    program = _script(tmp_path, "--batch-size", "4", "--accum", "3")
+    found = Samples.of(program, 4)
+    assert found is not None and found.per_step(answer_of("h100", GIB, **seen)) == samples
+    unknown = Samples.of(_script(tmp_path), 4)
+    assert unknown is not None
+    loaded = seen.get("samples_per_step")
+    assert unknown.per_step(answer_of("h100", GIB, **seen)) == (loaded and 4 * loaded)
 
 
 def test_cards_and_prices() -> None:

@@ -12,13 +12,15 @@ import pytest
 from memplan.sweep.answer import Kept, Row, Sweep
 from memplan.sweep.rank import ranked
 from memplan.sweep.run import Cell, Done
+from memplan.sweep.samples import Samples
 from memplan.sweep.text import csv_text, table_lines
 from memplan.types.estimate import Estimate
 from tests.placement.answers import GIB, answer_of
 
 
 def _cell(gpu: str, batch: int, samples: int | None = None) -> Cell:
-    return Cell(gpu, {"batch-size": str(batch)}, ["train.py"], samples=samples)
+    told = None if samples is None else Samples(samples, 1, 1)
+    return Cell(gpu, {"batch-size": str(batch)}, ["train.py"], samples=told)
 
 
 def _answer(gpu: str, high: int, step: float | None, **fields: Any) -> Estimate:

@@ -219,9 +219,13 @@ class CaptureSession:
     def time_input(self) -> None:
         """Measure the data loaders, once the session is over. They give batches that nobody will
         see: not where the job goes on."""
+        if self.steps.completed and not peers.current().answering:
+            self._inputs = self.ending.inputs.measured(*self._usual_steps())
+
+    def _usual_steps(self) -> tuple[int, int]:
+        """First and one past the last of the steps that stand for all others."""
         done = self.steps.completed
-        if done and not peers.current().answering:
-            self._inputs = self.ending.inputs.measured(*(self.steps.repeats or (done - 1, done)))
+        return self.steps.repeats or (max(done - 1, 0), max(done, 1))
 
     @staticmethod
     def _scan_seconds(options: CaptureOptions) -> float:
@@ -387,6 +391,7 @@ class CaptureSession:
         self.caught.settle()
         others = self._distributed
         place = self.options.place
+        batches, samples = self.ending.step_batches.in_steps(*self._usual_steps())
         meta = TraceMeta(
             memplan_version=memplan.__version__,
             torch_version=str(torch.__version__),
@@ -399,6 +404,8 @@ class CaptureSession:
             steady_steps=list(self.steps.repeats or ()),
             batches=self.ending.batches,
             inputs=self._inputs,
+            batches_per_step=batches,
+            samples_per_step=samples,
             assumptions=self.state.assumptions.listed(),
             kernels=[
                 KernelChoice(op=op, kernel=kernel, reason=reason, count=count)

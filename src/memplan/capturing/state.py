@@ -101,6 +101,8 @@ class CaptureState:
     stages: list[Stage] = field(default_factory=list)
     engines: list[Engine] = field(default_factory=list)
     """Inference engines that share the card."""
+    copies_from_host: int = 0
+    """Copies of the host's data to tensors that are inputs."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     mode: TorchDispatchMode = field(init=False)
     """A mode that is entered where operators are to be followed that otherwise would not be."""
@@ -310,8 +312,10 @@ class CaptureState:
         if updates or torch._C._current_graph_task_id() != -1:
             return
         number = self.number_of(tensor)
-        if number < 0 or self.recorder.builder.role_of(number) == Role.UNKNOWN:
+        role = self.recorder.builder.role_of(number) if number >= 0 else Role.UNKNOWN
+        if role == Role.UNKNOWN:
             self.role_of(tensor, Role.INPUT)
+        self.copies_from_host += role in (Role.UNKNOWN, Role.INPUT)
 
     # What is said
 

@@ -118,7 +118,7 @@ def _notes(samples: int | None, rows: Sequence[Row]) -> list[str]:
     return [
         f"not ranked by the time to {samples:,} samples: how many samples a step takes, or its "
         f"time, is not known of {unknown} combinations; a batch size among the script's options "
-        "tells it"
+        "tells it where no data loader does"
     ]
 
 

@@ -21,7 +21,7 @@ from memplan.sweep.grid import (
     combinations,
 )
 from memplan.sweep.run import Cell
-from memplan.sweep.samples import samples_per_step
+from memplan.sweep.samples import Samples
 from memplan.types.device import DeviceProfile
 from memplan.types.errors import UsageError
 from memplan.worker.request import Question
@@ -93,7 +93,7 @@ def _cell(
         words,
         question=question,
         ranks=ranks if job.rank is None else None,
-        samples=samples_per_step(job.launch.target, ranks),
+        samples=Samples.of(job.launch.target, ranks),
         fit_words=(*_passed_on(args, gpu, profile), *words) if args.fit else (),
     )
 

@@ -226,6 +226,8 @@ def _step(trace: Trace, profile: DeviceProfile | None) -> dict[str, Any]:
         "exposed_communication_seconds": found.exposed_communication_seconds,
         "input_seconds": found.input_seconds,
         "exposed_input_seconds": found.exposed_input_seconds,
+        "batches_per_step": trace.meta.batches_per_step,
+        "samples_per_step": trace.meta.samples_per_step,
         "model_flops_utilisation": found.model_flops_utilisation,
         "peak_rate": found.peak_rate,
         "kernel_seconds": found.kernel_seconds,

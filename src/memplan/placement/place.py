@@ -13,7 +13,7 @@ from memplan.placement.answer import Placement, Slot
 from memplan.placement.mig import slices_of
 from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile, known_profiles
 from memplan.types.errors import FormatError, UsageError
-from memplan.types.estimate import Estimate
+from memplan.types.estimate import SCHEMA_VERSION, Estimate
 from memplan.types.trace import Trace
 
 _ONE_RANK = (
@@ -56,6 +56,11 @@ def demand_of_answer(encoded: bytes) -> Demand:
     """The demand in the JSON of `estimate` or `fit`: the high bound, with the context of each card.
     Raises FormatError for another file."""
     answer, *notes = _estimate_in(encoded)
+    if answer.schema_version != SCHEMA_VERSION:
+        raise FormatError(
+            f"an answer of version {answer.schema_version}; this memplan reads {SCHEMA_VERSION}",
+            "memplan estimate --json … with this release",
+        )
     counts = (answer.host_processes, answer.card_processes, answer.world_size)
     if answer.high_bytes < 0 or any(count is not None and count < 1 for count in counts):
         raise FormatError("an answer with figures that no job has", "memplan estimate --json …")

@@ -62,7 +62,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     step_low_seconds: float | None = None
     step_high_seconds: float | None = None
     samples_per_step: int | None = None
-    """Samples in a step of the whole job; None where the script's batch size is not known."""
+    """Samples in a step of the whole job; None where nothing tells how many."""
     samples_per_second: float | None = None
     seconds: float | None = None
     """Seconds for the samples that were asked for."""

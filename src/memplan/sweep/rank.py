@@ -84,6 +84,7 @@ def _figures(cell: Cell, kept: Kept) -> dict[str, Any]:
         return None if seconds is None else seconds * longer
 
     step = with_plan(plain.step_seconds)
+    samples = None if cell.samples is None else cell.samples.per_step(plain)
     return {
         "gpus": (estimate.world_size or 1) // estimate.card_processes or 1,
         "peak_bytes": estimate.peak_bytes * estimate.card_processes,
@@ -93,8 +94,8 @@ def _figures(cell: Cell, kept: Kept) -> dict[str, Any]:
         "step_seconds": step,
         "step_low_seconds": with_plan(plain.step_low_seconds),
         "step_high_seconds": with_plan(plain.step_high_seconds),
-        "samples_per_step": cell.samples,
-        "samples_per_second": cell.samples / step if cell.samples and step else None,
+        "samples_per_step": samples,
+        "samples_per_second": samples / step if samples and step else None,
     }
 
 

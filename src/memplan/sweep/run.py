@@ -18,6 +18,7 @@ from memplan import __version__
 from memplan.fit.text import least_card_text
 from memplan.sweep.answer import Kept, Status
 from memplan.sweep.execute import Executor, StoppedError, capture, fit
+from memplan.sweep.samples import Samples
 from memplan.sweep.store import Store
 from memplan.types.errors import UsageError
 from memplan.types.estimate import Estimate
@@ -39,7 +40,7 @@ class Cell:
         refused: why there can be no such job; else None.
         question: about a rank, or the one that was named.
         ranks: of the job whose ranks are all in question; None where one is.
-        samples: of a step of the whole job; None where not known.
+        samples: what the command says of those of a step; None where ranks do not divide.
         fit_words: of `memplan fit`, without -o; empty where nothing is fitted.
     """
 
@@ -49,7 +50,7 @@ class Cell:
     refused: UsageError | None = None
     question: Callable[[int | None], Question] | None = None
     ranks: int | None = None
-    samples: int | None = None
+    samples: Samples | None = None
     fit_words: tuple[str, ...] = ()
 
     def key(self) -> str:

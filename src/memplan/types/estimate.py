@@ -296,6 +296,10 @@ class Estimate(InNotebooks, msgspec.Struct, frozen=True, kw_only=True):
     exposed_input_seconds: float | None = None
     """The part that the loader's workers cannot do while a step runs: all of it without workers. It
     comes on top of `step_seconds`."""
+    batches_per_step: float | None = None
+    """Batches that the rank trains on in a step, as the capture saw them."""
+    samples_per_step: float | None = None
+    """Samples of these batches; None where no data loader of PyTorch's gave them."""
     model_flops_utilisation: float | None = None
     """Operations of the model's products, those computed again not counted, over the peak rate of
     their dtype and the step's time."""

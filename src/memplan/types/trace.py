@@ -235,6 +235,12 @@ class TraceMeta(msgspec.Struct, kw_only=True):
     """For each data loader that was read ahead and whose batches differ, in the job's order."""
     inputs: list[InputTime] = []
     """The time of each data loader that fed the steady steps."""
+    batches_per_step: float | None = None
+    """Batches that a steady step trained on: from data loaders, or copied from the host before a
+    backward pass; None where none were seen."""
+    samples_per_step: float | None = None
+    """Samples of the batches that data loaders gave; None without loaders, or where a dataset makes
+    whole batches."""
     capture_peak_bytes: int = 0
     """Resident memory of the capturing process and its children, not of the real job."""
     host: HostCapture | None = None

@@ -32,6 +32,7 @@ from memplan.capturing.training.host_draws import HostDraws
 from memplan.capturing.training.input_time import InputTimes
 from memplan.capturing.training.later_epochs import LaterEpochs
 from memplan.capturing.training.plain_loops import PlainLoops
+from memplan.capturing.training.step_batches import StepBatches
 from memplan.capturing.training.waits import Waits
 from memplan.capturing.training.whole_run import WholeRun
 from memplan.types.batches import Batches
@@ -57,6 +58,7 @@ class Ending:
         self.state = state
         self.whole_run = WholeRun(scan_seconds, state.recorder, draws) if scan_seconds else None
         self.inputs = InputTimes()
+        self.step_batches = StepBatches()
         self.draining = False
         self.later = LaterEpochs()
         self._loops = PlainLoops()
@@ -103,7 +105,12 @@ class Ending:
         real_next = iterator.__next__
 
         def next_batch(loader: Any) -> Any:
-            batch = read_on(loader)
+            try:
+                batch = read_on(loader)
+            except StopIteration:
+                self.step_batches.ended(loader)
+                raise
+            self.step_batches.gave(loader)
             self.inputs.gave(loader, self.state.recorder.builder.step)
             self.later.gave(loader, self.state.recorder.builder.step)
             return batch
@@ -143,6 +150,13 @@ class Ending:
             self.later.opened(loader, iterator)
             return iterator
 
+        real_index = iterator._next_index
+
+        def next_index(reading: Any) -> Any:
+            indices = real_index(reading)
+            self.step_batches.asked(reading, indices)
+            return indices
+
         real_reset = iterator._reset
 
         def reset(reading: Any, *args: Any, **kwargs: Any) -> None:
@@ -153,6 +167,7 @@ class Ending:
         patches.set(dataloader.DataLoader, "__init__", init)
         patches.set(dataloader.DataLoader, "__iter__", read)
         patches.set(iterator, "__next__", next_batch)
+        patches.set(iterator, "_next_index", next_index)
         patches.set(iterator, "_reset", reset)
         observer.on_backward(self._before_backward)
         self._loops.install(patches)
@@ -232,7 +247,9 @@ class Ending:
         """Backward on another loader's batch is training; code that only runs forward may be an
         evaluation that keeps its gradients."""
         self.state.recorder.flush()
-        self._loops.backward(self.state.recorder.builder.step)
+        step = self.state.recorder.builder.step
+        self.step_batches.backward(step, self.state.copies_from_host)
+        self._loops.backward(step)
         alive = self.state.recorder.live_bytes
         begun = alive if self._forward_from is None else self._forward_from
         self._forward_from = None
