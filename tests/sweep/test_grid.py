@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -129,7 +130,7 @@ def test_a_default_that_is_not_in_force_counts_no_samples(
     ],
 )
 def test_what_the_capture_saw_counts_before_the_options(
-    tmp_path: Path, seen: dict[str, float], samples: int
+    tmp_path: Path, seen: dict[str, Any], samples: int
 ) -> None:
     """A batch may be larger than the data; batches may be accumulated by a constant."""
     program = _script(tmp_path, "--batch-size", "4", "--accum", "3")

@@ -44,9 +44,13 @@ class Samples:
             split *= max(found.value, 1) if found is not None else 1
         if ranks % split:
             return None
-        batch = next((knob.value for knob in find_knobs(program) if knob.kind == "batch_size"), None)
+        batch = next((knob for knob in find_knobs(program) if knob.kind == "batch_size"), None)
         accumulation = find_accumulation(program)
-        return cls(batch, accumulation.value if accumulation else 1, ranks // split)
+        return cls(
+            batch.value if batch else None,
+            accumulation.value if accumulation else 1,
+            ranks // split,
+        )
 
     def per_step(self, estimate: Estimate) -> int | None:
         """Samples of a step of the whole job: of the batches that data loaders gave the rank of the

@@ -150,7 +150,7 @@ class Ending:
             self.later.opened(loader, iterator)
             return iterator
 
-        real_index = iterator._next_index
+        real_index: Any = iterator._next_index
 
         def next_index(reading: Any) -> Any:
             indices = real_index(reading)
