@@ -128,7 +128,7 @@ NAMES: dict[str, tuple[str, ...]] = {
             variables.functions.UserFunctionVariable
             variables.functions.WrapperUserFunctionVariable
             variables.hashable.HashableTracker variables.lazy.LazyVariableTracker
-            variables.lists.CommonListMethodsVariable
+            variables.lists
             variables.misc.LoggingLoggerVariable variables.misc.ObjectVariable
             variables.misc.SuperVariable
             variables.object_protocol variables.tensor.SymNodeVariable

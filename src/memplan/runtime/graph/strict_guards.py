@@ -49,7 +49,7 @@ from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import AttrSource, GlobalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
-from torch._dynamo.variables import builder, builtin, functions, object_protocol
+from torch._dynamo.variables import builder, builtin, functions, lists, object_protocol
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builtin import GetAttrBuiltinVariable
 from torch._dynamo.variables.constant import ConstantVariable
@@ -61,7 +61,6 @@ from torch._dynamo.variables.functions import (
 )
 from torch._dynamo.variables.hashable import HashableTracker
 from torch._dynamo.variables.lazy import LazyVariableTracker
-from torch._dynamo.variables.lists import CommonListMethodsVariable
 from torch._dynamo.variables.misc import ObjectVariable, SuperVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
@@ -81,7 +80,7 @@ _get_attribute: Callable[..., Any] = GetAttrBuiltinVariable._call_getattr
 _get_item: Callable[..., Any] = ConstDictVariable.getitem_const_raise_exception_if_absent
 _guard_keys: Callable[..., None] = ConstDictVariable.install_dict_keys_match_guard
 _mutate: Callable[..., None] = SideEffects.mutation
-_call_list: Callable[..., Any] = CommonListMethodsVariable.call_method
+_LISTS: tuple[Any, ...] = (lists.ListVariable, lists.DequeVariable)
 _import: Callable[..., Any] = InstructionTranslatorBase.import_source
 _get_of_super: Callable[..., Any] = SuperVariable._resolved_getattr_and_source
 _call_skip: Callable[..., Any] = SkipFunctionVariable.call_function
@@ -241,12 +240,17 @@ def _mutation(self: Any, of: VariableTracker) -> None:
     _mutate(self, of)
 
 
-def _call_of_a_list(self: Any, tx: Any, name: str, args: Sequence[Any], kwargs: Any) -> Any:
-    if name == "extend":
-        for one in args:
-            if isinstance(one, ConstDictVariable):
-                one.install_dict_keys_match_guard()
-    return _call_list(self, tx, name, args, kwargs)
+def _extending(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of a list's method that guards the keys of a dict whose keys are appended."""
+
+    def call_method(self: Any, tx: Any, name: str, args: Sequence[Any], kwargs: Any) -> Any:
+        if name == "extend":
+            for one in args:
+                if isinstance(one, ConstDictVariable):
+                    one.install_dict_keys_match_guard()
+        return call(self, tx, name, args, kwargs)
+
+    return call_method
 
 
 def _guard_all_keys(self: VariableTracker, *_args: Any) -> None:
@@ -421,7 +425,7 @@ PATCHES: list[tuple[Any, str, Any]] = [
     (GetAttrBuiltinVariable, _get_attribute.__name__, _getattr),
     (ConstDictVariable, _get_item.__name__, _getitem),
     (ConstDictVariable, _guard_keys.__name__, _guard_keys_in_order),
-    (CommonListMethodsVariable, _call_list.__name__, _call_of_a_list),
+    *((of, "call_method", _extending(of.call_method)) for of in _LISTS),
     (OutputGraph, _prune.__name__, _prune_inputs),
     (SideEffects, _mutate.__name__, _mutation),
     (SkipFunctionVariable, _call_skip.__name__, _call_skipped),
