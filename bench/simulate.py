@@ -88,9 +88,7 @@ def repeated(trace: Trace, events: int = EVENTS) -> Trace:
             for field in dataclasses.fields(trace.storages)
         }
     )
-    return dataclasses.replace(
-        trace, events=dataclasses.replace(once, **tiled), storages=storages, _cache={}
-    )
+    return dataclasses.replace(trace, events=dataclasses.replace(once, **tiled), storages=storages)
 
 
 def events_per_second(trace: Trace, settings: AllocatorSettings) -> float:
@@ -112,7 +110,7 @@ def oracle_events_per_second(trace: Trace) -> float:
         },
     )
     start = time.thread_time()
-    simulate_slowly(dataclasses.replace(trace, events=events, _cache={}), AllocatorSettings())
+    simulate_slowly(dataclasses.replace(trace, events=events), AllocatorSettings())
     return ORACLE_EVENTS / (time.thread_time() - start)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 
 import memplan
 from memplan.types.errors import CaptureError
+from tests import warm
 
 MIB = 1 << 20
 
@@ -73,7 +73,7 @@ def test_cuda_is_gone_afterwards() -> None:
     assert type(nn.Linear(2, 2).weight) is nn.Parameter
 
 
-def test_after_a_real_backward_pass_the_answer_says_so() -> None:
+def test_after_a_real_backward_pass_the_answer_says_so(tmp_path: Path) -> None:
     """PyTorch counts devices once, at the first backward pass of a process."""
     program = (
         "import torch, memplan\n"
@@ -83,9 +83,7 @@ def test_after_a_real_backward_pass_the_answer_says_so() -> None:
         "except memplan.types.errors.CaptureError as error:\n"
         "    print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    done = warm.run(tmp_path, "-c", program, modules=warm.CAPTURE)
     assert "already run a backward pass" in done.stdout
     assert "fresh process" in done.stdout
 
@@ -108,7 +106,7 @@ def test_a_capture_that_stops_when_a_step_repeats() -> None:
     assert captured.estimate().high_bytes == memplan.estimate(train, setup=build).high_bytes
 
 
-def test_a_prepared_process_captures_after_a_real_backward_pass() -> None:
+def test_a_prepared_process_captures_after_a_real_backward_pass(tmp_path: Path) -> None:
     program = (
         "import torch, memplan\n"
         "memplan.prepare()\n"
@@ -117,7 +115,5 @@ def test_a_prepared_process_captures_after_a_real_backward_pass() -> None:
         "    torch.nn.Linear(2, 2).cuda()(torch.ones(1, 2).cuda()).sum().backward()\n"
         "print(captured.estimate().breakdown.parameters)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    done = warm.run(tmp_path, "-c", program, modules=warm.CAPTURE)
     assert int(done.stdout) == 4 * (4 + 2)

@@ -37,7 +37,7 @@ def uneven(trace: Trace, seed: int = 0) -> Trace:
     sizes[at] = np.where(events.bytes[at] > 0, np.maximum(scaled.astype(np.int64), 1), 0)
     columns = {field.name: getattr(events, field.name) for field in fields(events)}
     changed = {**columns, "bytes": sizes, "bytes_low": sizes, "bytes_high": sizes}
-    return replace(trace, events=type(events)(**changed), _cache={})
+    return replace(trace, events=type(events)(**changed))
 
 
 def _layers(trace: Trace, own: I64) -> list[I64]:

@@ -94,6 +94,4 @@ def _with_storages(trace: Trace, columns: dict[str, np.ndarray], like: I64) -> T
     storages = trace.storages
     rows = np.concatenate((np.arange(len(storages)), like))
     table = {field.name: getattr(storages, field.name)[rows] for field in fields(storages)}
-    return replace(
-        trace, events=type(trace.events)(**columns), storages=type(storages)(**table), _cache={}
-    )
+    return replace(trace, events=type(trace.events)(**columns), storages=type(storages)(**table))

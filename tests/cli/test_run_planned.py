@@ -4,7 +4,6 @@ GPU here, so the allocator is one that keeps books alone."""
 from __future__ import annotations
 
 import io
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from memplan.runtime.planned.install import PlannedRun
 from memplan.types.plan import Fingerprint, Plan
 from memplan.types.plan_file import load_plan, save_plan
 from memplan.types.trace_file import load_trace
+from tests import warm
 from tests.runtime.planned.fake_library import FakeLibrary, StorageWatch
 from tests.schemas import read_answer
 
@@ -204,8 +204,7 @@ def test_a_plan_of_another_job_is_named_without_a_gpu(
 def test_without_a_gpu_a_note_and_the_ordinary_allocator(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('trained')")
     words = ["--record", "job.trace", "--stats", "job.json", "train.py"]
-    command = [sys.executable, "-m", "memplan", "run", *words]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = warm.memplan(tmp_path, "run", *words)
     assert (done.returncode, done.stdout) == (0, "trained\n")
     assert "PyTorch's ordinary allocator serves the job" in done.stderr
     assert "nothing was recorded: job.trace is not written" in done.stderr

@@ -62,6 +62,13 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     return executor
 
 
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch) -> Waiting:
+    executor = Waiting()
+    monkeypatch.setattr("memplan.cli.sweep._executor", lambda args: executor)
+    return executor
+
+
 def _json(words: list[str], capfd: pytest.CaptureFixture[str], code: int = 0) -> Any:
     assert main(["sweep", "--json", *words]) == code
     return read_answer("sweep", capfd.readouterr().out)
@@ -129,19 +136,18 @@ def test_a_damaged_answer_is_named(
 
 def test_a_sweep_ends_where_its_answers_cannot_be_kept(
     script: str,
+    waiting: Waiting,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """What else runs is ended, and nothing more begins."""
-    executor = Waiting()
-    monkeypatch.setattr("memplan.cli.sweep._executor", lambda args: executor)
     full = Mock(side_effect=UsageError("no space left on device"))
     monkeypatch.setattr("memplan.sweep.store.write_file", full)
     words = ["--gpu", "h100", "-o", str(tmp_path / "kept"), "--vary", "heads=1,2,4"]
     assert main(["sweep", *words, script]) == 2
     assert "no space left on device" in capfd.readouterr().err
-    assert executor.stopped.is_set() and len(executor.asked) == 1
+    assert waiting.stopped.is_set() and len(waiting.asked) == 1
 
 
 def test_a_job_that_runs_forward_only(
@@ -183,13 +189,11 @@ def test_the_first_value_may_be_one_that_a_launcher_refuses(
 
 def test_ctrl_c_keeps_and_prints_what_is_done(
     script: str,
+    waiting: Waiting,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    executor = Waiting()
-    monkeypatch.setattr("memplan.cli.sweep._executor", lambda args: executor)
-
     def as_completed(futures: Any) -> Any:
         yield next(future for future in iter(futures) if future.result())
         raise KeyboardInterrupt
@@ -197,7 +201,7 @@ def test_ctrl_c_keeps_and_prints_what_is_done(
     monkeypatch.setattr("memplan.sweep.run.as_completed", as_completed)
     folder = tmp_path / "kept"
     found = _json(["--gpu", "h100", "-o", str(folder), "--vary", "heads=2,4,8", script], capfd)
-    assert not found["complete"] and executor.stopped.is_set()
+    assert not found["complete"] and waiting.stopped.is_set()
     assert [row["status"] for row in found["rows"]] == ["fits", "not_done", "not_done"]
     assert len(list((folder / "answers").iterdir())) == 1
 

@@ -128,4 +128,4 @@ def test_choices_that_decide_no_size() -> None:
 def without_choices(trace: Trace) -> Trace:
     """The same trace, without the assumption."""
     kept = [item for item in trace.meta.assumptions if item.kind != "routing"]
-    return replace(trace, meta=msgspec.structs.replace(trace.meta, assumptions=kept), _cache={})
+    return replace(trace, meta=msgspec.structs.replace(trace.meta, assumptions=kept))

@@ -52,7 +52,7 @@ def test_the_least_card_is_least(trace: Trace, mebibytes: int) -> None:
     meta = msgspec.structs.replace(trace.meta, alloc_conf=verdict.estimate.alloc_conf)
     at, below = (
         estimate(
-            replace(trace, meta=meta, _cache={}),
+            replace(trace, meta=meta),
             msgspec.structs.replace(profile, total_memory_bytes=total),
         ).fits
         for total in (least, least - profile.total_memory_bytes // 200)

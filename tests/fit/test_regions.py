@@ -48,7 +48,7 @@ class CompiledChain(ChainProgram):
         trace = super().__call__(program, asked, quiet=quiet).trace
         self.asked[-1] = program, plan
         meta = msgspec.structs.replace(trace.meta, regions=regions)
-        trace = replace(trace, strings=[*trace.strings, "inductor.triton_0"], meta=meta, _cache={})
+        trace = replace(trace, strings=[*trace.strings, "inductor.triton_0"], meta=meta)
         return Captured(trace, estimate(trace, self.profile))
 
 

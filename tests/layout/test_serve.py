@@ -184,7 +184,7 @@ def test_places_depend_on_the_past_alone(job: Trace, plan: StaticPlan) -> None:
     for stop in random.integers(1, len(trace), 6).tolist():
         events = trace.events
         columns = {field.name: getattr(events, field.name)[:stop] for field in fields(events)}
-        part = served(replace(trace, events=type(events)(**columns), _cache={}), plan)
+        part = served(replace(trace, events=type(events)(**columns)), plan)
         seen = events.storage[:stop][events.kind[:stop] == EventKind.ALLOC]
         assert np.array_equal(part.offset[seen], whole.offset[seen])
 

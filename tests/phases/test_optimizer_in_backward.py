@@ -144,7 +144,7 @@ def test_a_script_that_differentiates_by_itself(after: bool) -> None:
 def test_other_jobs_that_have_none() -> None:
     trace = plain().trace()
     meta = msgspec.structs.replace(trace.meta, communicators=[Communicator(2, 2, 1)])
-    assert "ranks" in updates_in_backward(replace(trace, meta=meta, _cache={})).reason
+    assert "ranks" in updates_in_backward(replace(trace, meta=meta)).reason
     assert updates_in_backward(Loop().trace()).reason
     forward = Loop()
     for _ in range(2):

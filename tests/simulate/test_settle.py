@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -112,6 +113,12 @@ def test_a_job_that_has_settled_is_taken_as_it_is() -> None:
     trace = job(lambda loop, _kept, _number: loop.free(loop.alloc(8 * MIB)), 3, (2, 3))
     assert settled(trace, PLAIN).trace is trace
     assert not settled(trace, PLAIN).unsettled
+
+
+def test_a_trace_made_of_another_is_settled_anew() -> None:
+    short = job(fragmenting, 2, (1, 2))
+    assert settled(short, PLAIN).rounds > 0
+    assert settled(replace(short, meta=TraceMeta()), PLAIN).rounds == 0
 
 
 def test_what_follows_the_steps_stays_behind_them() -> None:

@@ -126,7 +126,7 @@ def test_logged_segments_decide_nothing(real_log: tuple[Path, int]) -> None:
         for field in dataclasses.fields(trace.events)
     }
     events = dataclasses.replace(trace.events, **columns)
-    untold = simulate(dataclasses.replace(trace, events=events, _cache={}))
+    untold = simulate(dataclasses.replace(trace, events=events))
     timeline = simulate(trace)
     np.testing.assert_array_equal(untold.segment_events.bytes, timeline.segment_events.bytes)
     np.testing.assert_array_equal(untold.reserved, timeline.reserved[told])

@@ -89,7 +89,7 @@ def test_the_upper_end_of_a_workspace_counts_where_asked() -> None:
     step = Step()
     trace = step.trace()
     high = trace.events.bytes_high + 50 * MIB
-    trace = replace(trace, events=replace(trace.events, bytes_high=high), _cache={})
+    trace = replace(trace, events=replace(trace.events, bytes_high=high))
     assert steady_peak(trace) == 30 * MIB
     assert steady_peak(trace, "high") == 80 * MIB
 
@@ -102,6 +102,6 @@ def test_it_is_no_less_than_a_new_process_allocates() -> None:
             step.free(storage)
     trace = step.trace()
     meta = msgspec.structs.replace(trace.meta, initial_segments=[])
-    fresh = simulate(replace(trace, meta=meta, _cache={})).allocated_peak_bytes
+    fresh = simulate(replace(trace, meta=meta)).allocated_peak_bytes
     assert steady_peak(trace) >= fresh
     assert steady_peak(trace) == steady_peak(trace)

@@ -38,7 +38,7 @@ def uneven(trace: Trace) -> Iterator[Trace]:
             for column in (events.bytes, events.bytes_low, events.bytes_high)
         ]
         changed = replace(events, bytes=sizes[0], bytes_low=sizes[1], bytes_high=sizes[2])
-        yield replace(trace, events=changed, _cache={})
+        yield replace(trace, events=changed)
 
 
 def note(trace: Trace) -> list[str]:

@@ -183,4 +183,4 @@ def _at_share(trace: Trace, engine: Engine, share: float) -> Trace:
         column = getattr(trace.events, name).copy()
         column[rows] = size
         columns[name] = column
-    return replace(trace, events=replace(trace.events, **columns), _cache={})
+    return replace(trace, events=replace(trace.events, **columns))

@@ -167,7 +167,7 @@ def _draws(trace: Trace) -> Iterator[Trace]:
         return
     for share in (0.0, *_SHARES):
         sizes = events.bytes_low + (uncertain * share).astype(np.int64)
-        yield replace(trace, events=replace(events, bytes=sizes), _cache={})
+        yield replace(trace, events=replace(events, bytes=sizes))
 
 
 def _varies(trace: Trace) -> bool:

@@ -197,7 +197,7 @@ def served_at_last(trace: Trace, oom: OutOfMemory) -> Trace:
         )
         for name in type(trace.storages).__dataclass_fields__
     }
-    return replace(trace, events=events, storages=type(trace.storages)(**rows), _cache={})
+    return replace(trace, events=events, storages=type(trace.storages)(**rows))
 
 
 def _without_initial_gaps(trace: Trace, device: int) -> Trace:
@@ -225,7 +225,7 @@ def _without_initial_gaps(trace: Trace, device: int) -> Trace:
         for name in Events.__dataclass_fields__
     }
     meta = msgspec.structs.replace(trace.meta, initial_segments=[])
-    return replace(trace, meta=meta, events=Events(**columns), _cache={})
+    return replace(trace, meta=meta, events=Events(**columns))
 
 
 def _outside(

@@ -43,7 +43,7 @@ def judge(trace: Trace, profile: DeviceProfile, known: Estimate | None = None) -
     if plain.fits or plain.alloc_conf:
         return Verdict(plain)
     meta = msgspec.structs.replace(trace.meta, alloc_conf=EXPANDABLE)
-    other = estimate(replace(trace, meta=meta, _cache={}), profile)
+    other = estimate(replace(trace, meta=meta), profile)
     if not other.fits and other.high_bytes >= plain.high_bytes:
         return Verdict(plain)
     saved = max(plain.reserved_peak_bytes - other.reserved_peak_bytes, 0)
@@ -64,7 +64,7 @@ def least_card(trace: Trace, profile: DeviceProfile, verdict: Verdict) -> int:
     if verdict.addresses:
         return verdict.estimate.high_bytes
     meta = msgspec.structs.replace(trace.meta, alloc_conf=verdict.estimate.alloc_conf)
-    job = replace(trace, meta=meta, _cache={})
+    job = replace(trace, meta=meta)
     total = profile.total_memory_bytes
     low, high = verdict.estimate.requested_peak_bytes, total
     if not verdict.fits:

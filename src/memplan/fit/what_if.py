@@ -40,7 +40,6 @@ def with_less(trace: Trace, storages: Mask, times: int, parts: int, *, least: in
             bytes_low=_scaled(events.bytes_low, rows, times, parts),
             bytes_high=_scaled(events.bytes_high, rows, times, parts),
         ),
-        _cache={},
     )
 
 

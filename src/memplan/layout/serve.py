@@ -105,7 +105,7 @@ def timeline_under(trace: Trace, part: AllocationPart, requests: Requests) -> Ti
     served, events = serve(trace, part, requests), trace.events
     left = ~((events.storage >= 0) & (served.offset[events.storage] >= 0))
     columns = {field.name: getattr(events, field.name)[left] for field in fields(events)}
-    rest = simulate(replace(trace, events=type(events)(**columns), _cache={}), _EXPANDABLE)
+    rest = simulate(replace(trace, events=type(events)(**columns)), _EXPANDABLE)
     beside = np.concatenate(([rest.start_reserved_bytes], rest.reserved))[np.cumsum(left)]
     whole = simulate(trace, _EXPANDABLE)
     arena = -(-part.arena_bytes // _PAGE) * _PAGE

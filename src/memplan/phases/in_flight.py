@@ -115,7 +115,7 @@ def _moved(trace: Trace, first: int, stop: int, before: int, op_order: I64) -> T
     for start, items in (_EDGES[:2], _EDGES[2:]):
         rows = _rows(getattr(ops, start), getattr(ops, items), op_order)
         op_columns[start], op_columns[items] = rows
-    return replace(trace, events=Events(**event_columns), ops=Ops(**op_columns), _cache={})
+    return replace(trace, events=Events(**event_columns), ops=Ops(**op_columns))
 
 
 def _order(count: int, start: int, *pieces: I64) -> I64:

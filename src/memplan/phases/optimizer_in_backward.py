@@ -189,7 +189,6 @@ def _released_by(trace: Trace, at: I64, dropped: Bools) -> Trace:
         events=replace(events, **columns),
         ops=replace(trace.ops, event=np.searchsorted(key, trace.ops.event).astype(np.int64)),
         host=replace(trace.host, event=np.searchsorted(key, trace.host.event).astype(np.int64)),
-        _cache={},
     )
 
 

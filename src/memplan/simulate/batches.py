@@ -284,7 +284,6 @@ def _longer(
         events=replace(events, **columns),
         storages=Storages(**storages),
         ops=replace(trace.ops, event=_moved(trace.ops.event, start, rest, made.stop)),
-        _cache={},
     )
     steps = len(numbers) if of_steps else 0
     return MadeUp(longer, captured, steps, len(numbers) - steps)

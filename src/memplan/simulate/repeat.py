@@ -129,7 +129,6 @@ def repeated(trace: Trace, of: Round, times: int) -> tuple[Trace, I64]:
         events=replace(trace.events, **columns),
         storages=storages,
         ops=replace(trace.ops, event=trace.ops.event + shift),
-        _cache={},
     )
     return longer, captured
 

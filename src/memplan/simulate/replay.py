@@ -48,7 +48,7 @@ def with_start(
         return trace
     start = infer_start(trace, settings, device=device)
     meta = msgspec.structs.replace(trace.meta, initial_segments=start)
-    return dataclasses.replace(trace, meta=meta, _cache={})
+    return dataclasses.replace(trace, meta=meta)
 
 
 def replay_report(

@@ -39,7 +39,7 @@ def warmed(trace: Trace) -> Trace:
     at = trace.ops.event
     behind = len(kept) - np.searchsorted(kept, at)
     ops = replace(trace.ops, event=at + np.where(at >= start, behind, 0))
-    return replace(trace, events=events, ops=ops, _cache={})
+    return replace(trace, events=events, ops=ops)
 
 
 def steady_peak(trace: Trace, bounds: str = "expected") -> int:
@@ -65,7 +65,7 @@ def _device_peak(trace: Trace, settings: AllocatorSettings, bounds: str, device:
     peaks = []
     for segments in ([], *_pasts(trace, device)):
         meta = msgspec.structs.replace(trace.meta, initial_segments=segments)
-        past = replace(trace, meta=meta, _cache={})
+        past = replace(trace, meta=meta)
         peaks.append(simulate(past, settings, bounds=bounds, device=device).allocated_peak_bytes)
     others = np.array(peaks[1:])
     return max(peaks[0], int(others.mean() + _DEVIATIONS * others.std()))
@@ -84,7 +84,7 @@ def _trained_on(trace: Trace) -> Trace:
     step = _taken(events, rows)
     step.kind[len(kept) :] = EventKind.FREE
     stop = len(rows)
-    once = replace(trace, events=step, ops=replace(trace.ops, event=trace.ops.event * 0), _cache={})
+    once = replace(trace, events=step, ops=replace(trace.ops, event=trace.ops.event * 0))
     nothing = np.zeros(0, np.int64)
     of = Round(
         start=start,

@@ -386,7 +386,7 @@ class Trace(InNotebooks):
     ops: Ops
     storages: Storages
     host: HostEvents = field(default_factory=no_host_events)
-    _cache: dict[str, object] = field(default_factory=dict, repr=False, compare=False)
+    _cache: dict[str, object] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.events)

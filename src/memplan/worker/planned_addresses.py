@@ -39,6 +39,6 @@ class _Planned:
     def play(self, trace: Trace, bounds: str, reuse: str, taken: int) -> Replay:
         events = trace.events
         sized = replace(events, bytes=getattr(events, BOUNDS[bounds]))
-        timeline = timeline_under(replace(trace, events=sized, _cache={}), self.part, self.requests)
+        timeline = timeline_under(replace(trace, events=sized), self.part, self.requests)
         room = self.card.total_memory_bytes - taken
         return Replay(timeline, fits=timeline.reserved_peak_bytes <= room, squeezed=False)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from tests import warm
 from tests.capturing.jobs import record
 
 
@@ -183,7 +183,7 @@ def test_a_parameter_made_anew_with_what_another_keeps() -> None:
     ]
 
 
-def test_a_release_where_the_fake_device_is_a_plain_attribute() -> None:
+def test_a_release_where_the_fake_device_is_a_plain_attribute(tmp_path: Path) -> None:
     """PyTorch 2.11: `FakeTensor.__new__` sets `fake_device`, and no property is behind that."""
     code = """
 from torch._subclasses.fake_tensor import FakeTensor
@@ -192,7 +192,7 @@ from memplan.capturing.trial import trial
 found = trial()
 assert found.ok, found.detail
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = warm.run(tmp_path, "-c", code, modules=warm.CAPTURE)
     assert done.returncode == 0, done.stderr
 
 
@@ -345,12 +345,10 @@ assert not here.is_available()
 """
 
 
-def test_everything_is_as_before_once_nothing_fake_is_left(tmp_path: Any) -> None:
+def test_everything_is_as_before_once_nothing_fake_is_left(tmp_path: Path) -> None:
     """Also the names that a module took by `from … import` while a capture ran."""
     module = "from torch import tensor as made\nfrom torch.cuda import is_available\n"
     (tmp_path / "first_imported_here.py").write_text(module)
     (tmp_path / "job.py").write_text(AFTERWARDS)
-    done = subprocess.run(
-        [sys.executable, "job.py"], capture_output=True, text=True, check=False, cwd=tmp_path
-    )
+    done = warm.run(tmp_path, "job.py", modules=warm.CAPTURE)
     assert done.returncode == 0, done.stderr

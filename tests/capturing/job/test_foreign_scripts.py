@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from memplan.capturing.training import ending
 from memplan.types.errors import CaptureError
 from memplan.types.trace import Role
+from tests import warm
 from tests.capturing.jobs import bytes_of, record
 
 
@@ -207,8 +207,7 @@ def test_regions_that_torchvision_pools(tmp_path: Path) -> None:
         "roi_align(x, boxes, 5).sum().backward()\n"
         "print(x.grad.shape)\n"
     )
-    words = [sys.executable, "-m", "memplan", "estimate", "--gpu", "24GiB", "train.py"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = warm.memplan(tmp_path, "estimate", "--gpu", "24GiB", "train.py")
     assert done.returncode == 0, done.stderr
     assert "torch.Size([2, 8, 32, 32])" in done.stderr
 

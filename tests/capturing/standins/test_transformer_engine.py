@@ -13,6 +13,7 @@ import torch
 
 from memplan.capturing.options import CaptureOptions
 from memplan.capturing.session import CaptureSession
+from memplan.capturing.training import plain_loops
 from memplan.types.device import find_profile
 from memplan.types.errors import CaptureError
 from memplan.types.trace import EventKind, Phase, Provenance, Trace
@@ -32,7 +33,9 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if it were among the installed packages, whose files are not compiled anew."""
     monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setattr(plain_loops, "INSTALLED", (*plain_loops.INSTALLED, str(FOLDER)))
 
 
 def made(trace: Trace, op: str, phase: Phase | None = None) -> list[int]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from memplan.capturing.training.ending import Ending
 from memplan.simulate import simulate
 from memplan.types.device import find_profile
 from memplan.types.trace import Role
+from tests import warm
 from tests.capturing.training.scripts import EPOCHS, run
 
 
@@ -98,8 +97,7 @@ if __name__ == "__main__":
             optimizer.step()
             optimizer.zero_grad()
 """)
-    command = [sys.executable, "-m", "memplan", "estimate", "--json", "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = warm.memplan(tmp_path, "estimate", "--json", "train.py")
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
 

@@ -270,20 +270,24 @@ def test_errors_have_their_lines() -> None:
     assert traceback.extract_tb(caught.tb)[-1].lineno == 5
 
 
-def test_a_training_inside_an_installed_package_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "agents.py").write_text(
-        "def learn(steps, turn):\n    for number in range(steps):\n        turn()\n"
-    )
-    monkeypatch.setattr(plain_loops, "INSTALLED", (str(tmp_path / "agents"),))
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """The name of an installed package with `learn`, another one in each test."""
+    name = f"installed_for_{request.node.name}"
+    source = "def learn(turns):\n    for turn in turns:\n        turn()\n"
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.setattr(plain_loops, "INSTALLED", (str(tmp_path / name),))
+    return name
+
+
+def test_a_training_inside_an_installed_package_is_left(tmp_path: Path, package: str) -> None:
     body = f"""
-import agents
+from {package} import learn
 def turn(rows=4):
     {STEP.replace("4", "rows")}
 for seed in range(100):
-    agents.learn(10_000, turn)
-agents.learn(10_000, lambda: turn(8192))
+    learn([turn] * 10_000)
+learn([lambda: turn(8192)] * 10_000)
 with torch.no_grad():
     forward(torch.randn(1024, 512))
 """
@@ -295,20 +299,14 @@ with torch.no_grad():
     assert "an installed package's training" in " ".join(trace.meta.notes)
 
 
-def test_a_step_of_an_installed_package_is_no_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "stepping.py").write_text(
-        "def train_step(steps):\n    for step in steps:\n        step()\n"
-    )
-    monkeypatch.setattr(plain_loops, "INSTALLED", (str(tmp_path / "stepping"),))
+def test_a_step_of_an_installed_package_is_no_training(tmp_path: Path, package: str) -> None:
     body = f"""
-import stepping
+from {package} import learn
 def step():
     {STEP}
 ends = []
 for turn in range(100):
-    stepping.train_step([step, lambda: ends.append(turn)])
+    learn([step, lambda: ends.append(turn)])
 assert len(ends) == turn + 1
 """
     trace = run(tmp_path, body)

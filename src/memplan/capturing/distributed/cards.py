@@ -118,4 +118,4 @@ def _renumbered(trace: Trace, number: int) -> Trace:
     swapped = np.where(before == number, 0, np.where(before == 0, number, before))
     device = np.where(trace.events.bytes > 0, swapped, 0)
     events = replace(trace.events, device=device.astype(before.dtype))
-    return replace(trace, events=events, _cache={})
+    return replace(trace, events=events)

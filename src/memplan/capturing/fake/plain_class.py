@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _Tensor = torch.Tensor
 _Parameter = torch.nn.Parameter
 _OWN_CLASSES = (_Tensor, _Parameter, FakeTensor)
-_no_dispatch = torch._C._disabled_torch_dispatch_impl
+_no_dispatch = torch.Tensor.__torch_dispatch__
 _fake_dispatch = FakeTensor.__torch_dispatch__
 _new_fake = FakeTensor.__new__
 _OF_FAKE_TENSORS = (

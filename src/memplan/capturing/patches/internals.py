@@ -41,8 +41,8 @@ NAMES: dict[str, tuple[str, ...]] = {
             DispatchKey.CompositeExplicitAutograd DispatchKey.CompositeImplicitAutograd
             DispatchKey.Python _DisableTorchDispatch _TorchDispatchModeKey.FAKE
             _autograd._get_sequence_nr _current_autograd_node _current_graph_task_id
-            _disabled_torch_dispatch_impl _dispatch_get_all_op_names
-            _dispatch_has_kernel_for_dispatch_key _dispatch_keys _get_default_device
+            _dispatch_get_all_op_names _dispatch_has_kernel_for_dispatch_key _dispatch_keys
+            _get_default_device
             _get_dispatch_mode _get_sdp_priority_order _len_torch_function_stack
             _only_lift_cpu_tensors _set_only_lift_cpu_tensors
             _set_warn_deprecated_on_mutable_data_ptr _storage_Use_Count _swap_tensor_impl
@@ -81,14 +81,13 @@ NAMES: dict[str, tuple[str, ...]] = {
         torch._subclasses.fake_tensor: FakeTensor FakeTensorMode
     """),
     "runtime": _names("""
-        torch._C: DisableTorchFunction DispatchKey.ADInplaceOrView DispatchKey.AutocastCPU
-            DispatchKey.AutocastCUDA DispatchKeySet _AutoDispatchBelowAutograd
-            _DisableTorchDispatch _ExcludeDispatchKeyGuard _TorchDispatchModeKey.FAKE
+        torch._C: DisableTorchFunction DispatchKey.ADInplaceOrView _AutoDispatchBelowAutograd
+            _DisableAutocast _DisableTorchDispatch _TorchDispatchModeKey.FAKE
             _autograd._pop_saved_tensors_default_hooks
             _autograd._push_saved_tensors_default_hooks
             _autograd._saved_tensors_hooks_get_disabled_error_message
             _autograd._top_saved_tensors_default_hooks _current_graph_task_id
-            _disabled_torch_function_impl _dispatch_tls_is_dispatch_key_excluded
+            _dispatch_tls_is_dispatch_key_excluded
             _dispatch_tls_set_dispatch_key_excluded _dynamo.eval_frame _get_dispatch_mode
             _len_torch_function_stack _only_lift_cpu_tensors _set_only_lift_cpu_tensors
             _storage_Use_Count
@@ -103,10 +102,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     """),
     "runtime/graph": _names("""
         torch._C: DispatchKey _AutoDispatchBelowAutograd _DisableAutocast
-            _autograd._top_saved_tensors_default_hooks _disabled_torch_dispatch_impl
-            _dynamo.eval_frame.reset_code
-            _dynamo.guards.DictGuardManager
-            _is_any_autocast_enabled _set_grad_enabled
+            _autograd._top_saved_tensors_default_hooks _dynamo.eval_frame.reset_code
+            _dynamo.guards.DictGuardManager _is_any_autocast_enabled
         torch._dynamo: config.allow_rnn config.assume_dunder_attributes_remain_unchanged
             config.enable_dynamo_decompositions config.guard_nn_modules
             config.guard_nn_modules_using_dict_tags config.patch

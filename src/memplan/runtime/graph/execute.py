@@ -79,7 +79,7 @@ class Executable:
                 values[:] = map(_without_subclass, values)
                 outputs = self._function(values)
         finally:
-            torch._C._set_grad_enabled(before)
+            torch.set_grad_enabled(before)
         if not self._detached:
             return outputs
         return tuple(
@@ -133,7 +133,7 @@ class Executable:
             sets = self._sets_grad_mode and not _is_view(node)
             if sets and grad_mode is not with_gradients:
                 grad_mode = with_gradients
-                parts.insert(0, f"{self._constant(torch._C._set_grad_enabled)}({grad_mode})")
+                parts.insert(0, f"{self._constant(torch.set_grad_enabled)}({grad_mode})")
             parts.append(_drop(dropped.get(line, ())))
             lines.append("    " + "; ".join(parts))
         lines.append(f"    return {self._tuple(output.args[0])}")
@@ -183,7 +183,7 @@ def _without_subclass(value: Any) -> Any:
     kind = type(value)
     if kind in _PLAIN or not issubclass(kind, torch.Tensor) or issubclass(kind, torch.nn.Parameter):
         return value
-    if kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return value
     return value.as_subclass(torch.Tensor)
 

@@ -116,9 +116,7 @@ class CompiledStep(Generic[P]):
             run = self._plainly if self._fallback or lazy else partial(self._run, last, before)
             result = run(args, kwargs)
             if not any(isinstance(one, torch.Tensor) for one in pytree.tree_leaves(result)):
-                kind = type(
-                    result
-                ).__name__  # an iterator, in place of which PyTorch returns a list
+                kind = type(result).__name__  # of an iterator PyTorch makes a list
                 raise UsageError(f"the function returns a {kind}, and no loss", "return loss")
             if last:
                 self._warn_if_nothing_trains()

@@ -14,10 +14,6 @@ from memplan.runtime.tape.settings import changing_settings
 from memplan.runtime.tape.values import OpRecord, Value, View, flat_tensors
 from memplan.types.errors import InternalError, RecomputeError
 
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.AutocastCUDA
-)
-
 
 class EmptiedError(RecomputeError):
     """Memory of an input was released, and the tensor kept: FSDP2 does so with gathered weights
@@ -184,7 +180,7 @@ def plain_execution(name: str) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch._C._AutoDispatchBelowAutograd())
-        stack.enter_context(torch._C._ExcludeDispatchKeyGuard(_AUTOCAST))
+        stack.enter_context(torch._C._DisableAutocast())
         for mode in _get_current_dispatch_mode_stack():
             if hasattr(mode, "pause_recording"):
                 stack.enter_context(mode.pause_recording())
