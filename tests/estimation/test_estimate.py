@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -16,7 +17,7 @@ from memplan.estimation.width import why_wide
 from memplan.simulate import AllocatorSettings, simulate
 from memplan.types.device import find_profile
 from memplan.types.estimate import Estimate
-from memplan.types.trace import EventKind, Phase, Role, Trace
+from memplan.types.trace import Assumption, EventKind, Phase, Provenance, Role, Trace
 from tests.estimation.jobs import MIB, Job, training_job
 
 GIB = 1 << 30
@@ -401,6 +402,29 @@ def test_a_capture_on_cpu_kernels_has_a_wider_interval() -> None:
 def test_a_wide_interval_is_explained(op: str, workspace: tuple[int, int, int], why: str) -> None:
     answer = estimate(training_job(workspace=workspace, op=op), find_profile("a100-80gb"))
     assert [note for note in answer.notes if "wide" in note] == [f"The range is wide because {why}"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "why"),
+    [
+        ("shape", "train.py:10", "sizes depend on values of data (a mask takes half, train.py:10)"),
+        ("shape", "train.py:11", "sizes depend on values of data"),
+        (
+            "compile",
+            "net.py:7",
+            "a graph that could not be compiled here was captured as eager (a mask takes half, "
+            "net.py:7)",
+        ),
+    ],
+)
+def test_an_assumed_size_is_explained_by_what_was_assumed(kind: str, source: str, why: str) -> None:
+    trace = training_job(workspace=(100 * MIB, 300 * MIB, 400 * MIB))
+    events, said = trace.events, Assumption(kind, "a mask takes half", source=source)
+    by_rule = events.provenance == Provenance.RULE
+    events.provenance[by_rule] = Provenance.ASSUMED
+    meta = msgspec.structs.replace(trace.meta, assumptions=[said])
+    [note] = [n for n in estimate(replace(trace, meta=meta)).notes if "wide" in n]
+    assert note.startswith(f"The range is wide because {why}: the largest takes between 100 MiB")
 
 
 def test_what_is_uncertain_by_a_little_explains_no_wide_interval() -> None:

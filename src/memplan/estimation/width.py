@@ -7,7 +7,7 @@ from collections import defaultdict
 import numpy as np
 
 from memplan.estimation.interval import Interval, margin_bytes
-from memplan.types.trace import EventKind, Provenance, Trace
+from memplan.types.trace import EventKind, EventView, Provenance, Trace
 
 _WIDE = 0.10
 """An interval is called wide if the replays, without margins, differ by more than this share of the
@@ -50,17 +50,20 @@ def _causes(trace: Trace) -> dict[str, tuple[int, int]]:
     rows = np.flatnonzero((events.kind == EventKind.ALLOC) & (uncertain > 0))
     groups: defaultdict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
     for row in rows.tolist():
-        text = _cause(trace, trace.event(row).op, int(events.provenance[row]))
+        text = _cause(trace, trace.event(row))
         bounds = int(events.bytes_low[row]), int(events.bytes_high[row])
         groups[text] = max(groups[text], bounds, key=lambda pair: pair[1] - pair[0])
     return dict(groups)
 
 
-def _cause(trace: Trace, op: str, provenance: int) -> str:
-    if provenance == Provenance.ASSUMED:
-        compiles = any(item.kind == "compile" for item in trace.meta.assumptions)
-        return _NOT_COMPILED if compiles else _ASSUMED
-    return next((text for part, text in _CAUSES.items() if part in op), _OTHER)
+def _cause(trace: Trace, event: EventView) -> str:
+    if event.provenance != Provenance.ASSUMED:
+        return next((text for part, text in _CAUSES.items() if part in event.op), _OTHER)
+    compiles = [item for item in trace.meta.assumptions if item.kind == "compile"]
+    here = [item for item in trace.meta.assumptions if item.source == event.source]
+    text = _NOT_COMPILED if compiles else _ASSUMED
+    of_place = (f" ({item.text}, {item.source})" for item in compiles or here if item.source)
+    return text + next(of_place, "")
 
 
 def _size(nbytes: int) -> str:

@@ -108,7 +108,8 @@ def droppable_values(values: PassValues, rows: RowFacts) -> Bools:
 
     - it is an input of a checkpointed block, whose arguments Python holds until it has run again;
     - an operator outside its call reads it in forward, and may have saved it there;
-    - it is made without gradients: an `autograd.Function` may hold it in its context.
+    - it is made without gradients: an `autograd.Function` may hold it in its context;
+    - a backward that is differentiated itself goes through its call before, and asks for it.
 
     Every operator that writes it must be able to run again, in the same call.
     """
@@ -123,6 +124,8 @@ def droppable_values(values: PassValues, rows: RowFacts) -> Bools:
     in_forward = reads.row < forward
     bad_read = (in_forward & (call[reads.row] != home[reads.value])) | rows.again[reads.row]
     inside[reads.value[bad_read]] = False
+    early = reads.value[in_forward & rows.again[reads.row]]
+    inside &= ~np.isin(home, call[made[early[made[early] >= 0]]])
     last = np.full(len(values), -1, np.int64)
     np.maximum.at(last, reads.value[~in_forward], reads.row[~in_forward])
     return np.asarray(inside & ((last < 0) | (values.free <= last + 1 + SLACK_ROWS)), bool)

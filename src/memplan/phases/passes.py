@@ -81,6 +81,7 @@ def _passes(trace: Trace, start: int, stop: int, first: int, last: int) -> StepP
     forward = ops.phase[of_interest] == Phase.FORWARD
     if not forward.any():
         return StepPasses(start, stop, [])
+    forward = _with_differentiated(forward, ops.call[of_interest])
     begins = np.flatnonzero(forward & np.concatenate(([True], ~forward[:-1])))
     passes = []
     for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(forward)], strict=True):
@@ -91,6 +92,18 @@ def _passes(trace: Trace, start: int, stop: int, first: int, last: int) -> StepP
                 _pass(trace, int(rows[0]), int(rows[backward[0]]), int(rows[-1]) + 1, first, stop)
             )
     return StepPasses(start, stop, passes)
+
+
+def _with_differentiated(forward: Bools, call: I32) -> Bools:
+    """The rows of forwards, and of backwards between calls that run with gradients throughout
+    (`create_graph=True`): a later backward goes through these as well."""
+    turns = np.flatnonzero(np.diff(forward)) + 1
+    found = forward.copy()
+    for begin, end in pairwise(turns.tolist()):  # the last backward is none of them
+        before, after = call[begin - 1], call[end]
+        if not forward[begin] and (call[begin:end] == AGAIN).all():
+            found[begin:end] = before < 0 or before != after
+    return found
 
 
 def _no_operators(trace: Trace) -> NoAnswerError:
@@ -181,22 +194,25 @@ def reads_twice(trace: Trace) -> bool:
 
 
 def differentiated_bytes(trace: Trace) -> int:
-    """Bytes that a step's passes make and a later pass's backward lets go of, most at once, where
-    a backward that runs with gradients makes some of them, as with `create_graph=True`. 0 where no
-    gradient is differentiated.
+    """Bytes that a step's passes make and a later backward lets go of, most at once, where a
+    backward that runs with gradients, as with `create_graph=True`, has read or made them. 0 where
+    no gradient is differentiated.
 
     Raises as `step_passes`.
     """
-    events, found, most = trace.events, step_passes(trace), 0
-    for one in found.passes[1:]:
-        backward = int(trace.ops.event[one.backward])
+    events, ops, found, most = trace.events, trace.ops, step_passes(trace).passes, 0
+    reader = np.repeat(np.arange(len(ops)), np.diff(ops.reads_start))
+    for one in found:
+        backward = int(ops.event[one.backward])
         gone = events.storage[_of_kind(trace, EventKind.FREE, backward, one.last_event)]
-        made = _of_kind(trace, EventKind.ALLOC, found.passes[0].first_event, one.first_event)
-        is_gradient = trace.storages.role[events.storage[made]] == Role.GRADIENT
-        kept = made[np.isin(events.storage[made], gone) & ~is_gradient]
-        rows = np.searchsorted(trace.ops.event, kept, side="right") - 1
-        if (trace.ops.call[rows] == AGAIN).any():
-            most = max(most, int(events.bytes[kept].sum()))
+        made = _of_kind(trace, EventKind.ALLOC, found[0].first_event, backward)
+        storage, rows = events.storage[made], np.searchsorted(ops.event, made, side="right") - 1
+        kept = np.isin(storage, gone) & (trace.storages.role[storage] != Role.GRADIENT)
+        again = ops.call == AGAIN
+        again[one.backward :] = False
+        if again[rows[kept]].any():
+            kept &= again[rows] | np.isin(storage, ops.reads[again[reader]])
+            most = max(most, int(events.bytes[made[kept]].sum()))
     return most
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from memplan.capturing.kernels import workspaces as ws
+from memplan.types.trace import EventKind, Provenance
 
 A100, H100, B200, RTX5090 = (8, 0), (9, 0), (10, 0), (12, 0)
 LARGE = 32 << 20
@@ -86,3 +89,29 @@ def test_every_operator_named_exists() -> None:
     for name in ws.BLAS_OPS:
         base = name.removeprefix("aten.")
         assert hasattr(torch.ops.aten, base), name
+
+
+def test_products_ask_once_for_what_they_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Environment variables take long to read: as long as a small product takes to capture."""
+    torch = pytest.importorskip("torch")
+    from memplan.capturing.operators import kernel_memory
+    from tests.capturing.jobs import record
+
+    asked: list[str] = []
+    plain = ws.workspace_requests
+
+    def counted(op: str, **rest: Any) -> list[tuple[str, int]]:
+        asked.append(op)
+        return plain(op, **rest)
+
+    monkeypatch.setattr(kernel_memory, "workspace_requests", counted)
+
+    def job() -> None:
+        x = torch.randn(32, 32, device="cuda")
+        for _ in range(5):
+            x = torch.addmm(x[0], x @ x, x)
+
+    trace = record(job)
+    scratch = [e for e in trace if e.storage >= 0 and e.provenance == Provenance.RULE]
+    assert [e.bytes for e in scratch if e.kind == EventKind.ALLOC] == [8_519_680, 1 << 20]
+    assert asked == ["aten.mm", "aten.addmm"]

@@ -180,8 +180,13 @@ class KernelMemory:
         tensors = [item for item in args if isinstance(item, torch.Tensor)]
         if any(tensor.numel() == 0 for tensor in tensors):
             return
+        here = threading.get_ident(), self._device, state.recorder.stream
         lt = False
-        if name in ("aten.addmm", "aten._addmm_activation") and len(tensors) >= 3:
+        if (
+            name in ("aten.addmm", "aten._addmm_activation")
+            and len(tensors) >= 3
+            and (*here, "cublaslt") not in self._workspaces
+        ):
             bias, mat1, mat2 = tensors[:3]
             lt = addmm_uses_cublaslt(
                 mat1=mat1.shape,
@@ -192,13 +197,13 @@ class KernelMemory:
                 dtype=dtype_name(mat1),
                 env=os.environ,
             )
+        if not lt and (*here, "cublas") in self._workspaces:
+            return  # the environment takes long to read
         capability = self.profile.capability
         for pool, size in workspace_requests(name, lt=lt, capability=capability, env=os.environ):
-            key = (threading.get_ident(), self._device, state.recorder.stream, pool)
-            if key not in self._workspaces:
-                self._workspaces.add(key)
-                name = f"{pool} workspace"
-                state.recorder.scratch(size, size, size, self._device, name=name)
+            if (*here, pool) not in self._workspaces:
+                self._workspaces.add((*here, pool))
+                state.recorder.scratch(size, size, size, self._device, name=f"{pool} workspace")
 
     # Convolutions
 

@@ -94,7 +94,10 @@ class Recording(TorchDispatchMode):
         """The CUDA stream that the call began on; None where there is none to heed."""
         self._stack = ExitStack()
         self.backward_began = False
-        """Whether something of this call has been asked for by backward."""
+        """Whether something of this call has been asked for by a backward that is not to be
+        differentiated."""
+        self._asked = False
+        """Whether something of this call has been asked for by any backward."""
         self.found = 0
         """Values that the plan drops or offloads and that the call made."""
         self.learned: Needed | None = None
@@ -158,7 +161,7 @@ class Recording(TorchDispatchMode):
 
     def _forget(self) -> None:
         whole = self._needed is None and self._decisions.recomputes
-        if whole and not self.surprised and not self.backward_began:
+        if whole and not self.surprised and not self._asked:
             self.learned = needed_by(self._groups.values(), self._ops)
         self.storages.clear()
         self._groups.clear()
@@ -417,7 +420,8 @@ class Recording(TorchDispatchMode):
         return saved(tensor, self)
 
     def _unpack(self, instead: Saved) -> torch.Tensor:
-        self.backward_began = True
+        self._asked = True
+        self.backward_began |= not torch.is_grad_enabled()
         return instead.get()
 
 
