@@ -115,3 +115,37 @@ def test_the_interval_holds_a_run_in_which_all_are_selected(times: int) -> None:
     assert even.peak_bytes < worst.peak_bytes
     assert even.high_bytes > worst.peak_bytes
     assert not bounds(record(samples, routing="worst"))
+
+
+def test_rows_lie_in_any_dimension_and_are_merged() -> None:
+    """Pixels by the points that are in front of the camera; samples of rays that hit something."""
+    pixels, samples = 7, 3
+
+    def job() -> None:
+        points = torch.randn(POINTS, WIDTH, device="cuda")
+        kept = points[points.sum(1) > 0]
+        pixel = torch.randn(pixels, 1, WIDTH, device="cuda")
+        distances = pixel - kept[None]
+        torch.bmm(distances.view(-1, 1, WIDTH), distances.view(-1, WIDTH, 1)).view(pixels, -1).exp()
+        rays = kept[:, None, :4] + torch.randn(samples, 4, device="cuda")
+        torch.nn.functional.linear(rays.view(-1, 4), torch.randn(5, 4, device="cuda"))
+
+    trace = record(job)
+    half = POINTS // 2
+    assert bounds(trace, "sub") == {(pixels * half * ROW, pixels * POINTS * ROW)}
+    assert bounds(trace, "exp") == {(pixels * half * 4, pixels * POINTS * 4)}
+    assert bounds(trace, "mm") >= {(samples * half * 5 * 4, samples * POINTS * 5 * 4)}
+
+
+def test_pairs_of_selected_rows_and_channels_that_are_as_many() -> None:
+    rows = 256
+
+    def job() -> None:
+        x = torch.randn(2 * rows, rows, device="cuda")
+        kept = x[x.sum(1) > 0]
+        torch.nn.functional.linear(kept, torch.randn(rows, rows, device="cuda")).exp()
+        torch.cdist(kept[:, :3], kept[:, :3], compute_mode="donot_use_mm_for_euclid_dist").sin()
+
+    once, twice = (rows * rows * 4 * more for more in (2, 4))
+    assert bounds(record(job), "exp") == {(rows * rows * 4, once)}
+    assert bounds(record(job), "sin") == {(rows * rows * 4, twice)}

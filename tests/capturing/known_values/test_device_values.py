@@ -491,6 +491,17 @@ def test_constants_have_known_values() -> None:
     record(job)
 
 
+def test_ones_like_a_large_float_tensor_are_known() -> None:
+    """As where speech has no attention mask: its lengths are those of the padded batch."""
+
+    def job() -> None:
+        sound = torch.randn(8, 160_000, device="cuda")
+        mask = torch.ones_like(sound, dtype=torch.long)
+        assert mask.sum(-1).tolist() == [160_000] * 8
+
+    record(job)
+
+
 def test_memory_as_it_is_found_is_not_known() -> None:
     """Beside a known tensor, and what a GRU's cell makes of known states."""
 

@@ -332,6 +332,50 @@ train(nn.Linear(512, 4096).cuda())
     assert states.sum() >= 8, "two of each weight and bias"
 
 
+GROWS = """
+def stage(width):
+    loader = DataLoader(TensorDataset(torch.randn(64, width)), batch_size=4)
+    for epoch in range({epochs}):
+        for (batch,) in loader:
+            forward(batch.view(-1, 512)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+for width in ({widths}):
+    stage(width)
+"""
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_samples_that_grow_from_stage_to_stage_are_seen(tmp_path: Path, epochs: int) -> None:
+    """As images of more pixels, in as many batches of as many."""
+    trace = run(tmp_path, GROWS.format(epochs=epochs, widths="512, 1 << 19, 1 << 20"))
+    assert 4 * 4 << 20 in trace.events.bytes, "the largest batch"
+    shrinks = run(tmp_path, GROWS.format(epochs=epochs, widths="1 << 20, 1 << 19, 512"))
+    assert shrinks.meta.optimizer_steps <= 5
+
+
+def test_samples_of_the_same_loader_that_grow_are_seen(tmp_path: Path) -> None:
+    body = """
+class Images(torch.utils.data.Dataset):
+    size = 512
+    def __len__(self):
+        return 64
+    def __getitem__(self, number):
+        return torch.ones(self.size)
+
+images = Images()
+loader = DataLoader(images, batch_size=4)
+for epoch in range(20):
+    images.size = 1 << 19 if epoch > 14 else 512
+    for batch in loader:
+        forward(batch.view(-1, 512)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+    assert 4 * 4 << 19 in run(tmp_path, body).events.bytes
+
+
 def test_parameters_without_a_gradient_are_said(tmp_path: Path) -> None:
     body = (
         """

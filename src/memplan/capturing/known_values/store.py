@@ -199,7 +199,8 @@ class Values:
         for tensor in tensors:  # hardly any are known, so this comes before anything else
             if tensor is not overwritten and not _value_of(tensor):
                 return self._absorbed(func, args, outputs)
-        if func in _AS_FOUND or not all(map(small_enough, tensors)):
+        like = overwritten is not None and outputs  # of the first argument only the size counts
+        if func in _AS_FOUND or not all(map(small_enough, outputs if like else tensors)):
             return None
         if (not tensors or func in _NEW) and not _small_factory(func, args, kwargs):
             return None

@@ -112,7 +112,7 @@ class Ending:
                 raise
             self.step_batches.gave(loader)
             self.inputs.gave(loader, self.state.recorder.builder.step)
-            self.later.gave(loader, self.state.recorder.builder.step)
+            self.later.gave(loader, batch, self.state.recorder.builder.step)
             return batch
 
         def read_on(loader: Any) -> Any:
@@ -136,13 +136,16 @@ class Ending:
             real_init(loader, *args, **kwargs)
             self._unread[id(loader)] = _batch_size(loader)
 
+        def first_batch(loader: Any) -> Any:
+            return real_next(real_iter(loader))
+
         @functools.wraps(real_iter)
         def read(loader: Any) -> Any:
             self._unread.pop(id(loader), None)
             self._largest = max(self._largest, _batch_size(loader) or sys.maxsize)
             if self.whole_run is not None:
                 return self.whole_run.opened(loader, real_iter)
-            if self.optimizer_grows() <= _MORE and self.later.skips(loader):
+            if self.optimizer_grows() <= _MORE and self.later.skips(loader, first_batch):
                 if self.later.are_endless:
                     self.stop()
                 return iter(())
@@ -298,7 +301,7 @@ class Ending:
         if self.whole_run is not None:
             self.whole_run.trains()
         self._deadline, self.state.on_real_op = None, None
-        self.later.begun = False
+        self.later.end()
         self._batches.clear()
         self._nothing_seen()
         self.another_training()

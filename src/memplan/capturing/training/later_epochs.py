@@ -6,16 +6,18 @@ What follows the last of them, an evaluation on all the data or a checkpoint, is
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import FrameType
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
 
 from memplan.capturing.training.brought_forward import INSTALLED
+from memplan.capturing.training.scan import bytes_of_a_sample
 from memplan.types.deadline import Deadline
 
 _SECONDS = 2.0
+_SECONDS_OF_LOOKS = 3.0
 _MOST_LOADERS = 1000
 """Beyond them a loop counts steps, not epochs, and has no end without batches."""
 
@@ -33,14 +35,25 @@ class LaterEpochs:
         """Iterators that gave a batch after the first optimizer step; those of a trial run of the
         evaluation before did not."""
         self._trained: set[_Origin] = set()
+        self._samples: dict[_Origin, set[float]] = {}
+        """Bytes of a sample in the batches of this training."""
         self._skipped = 0
         self._deadline = Deadline(_SECONDS, cpu_time=True)
+        self._looks = Deadline(_SECONDS_OF_LOOKS, cpu_time=True)
+        self._opened: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        """How often each loader was opened, where it was read twice at first."""
 
     def opened(self, loader: Any, iterator: Any) -> None:
         self._origins[iterator] = _origin(loader)
+        self._opened[loader] = 2
 
-    def gave(self, iterator: Any, step: int) -> None:
-        if step > 0 and iterator in self._origins:
+    def gave(self, iterator: Any, batch: Any, step: int) -> None:
+        origin = self._origins.get(iterator)
+        if origin is None:
+            return
+        if not self.begun:
+            self._samples.setdefault(origin, set()).add(bytes_of_a_sample(batch))
+        if step > 0:
             self._in_steps.add(iterator)
 
     def trained_on(self, iterators: Iterable[Any]) -> None:
@@ -49,12 +62,38 @@ class LaterEpochs:
     def begin(self) -> None:
         self.begun = True
         self._deadline = Deadline(_SECONDS, cpu_time=True)
+        self._looks = Deadline(_SECONDS_OF_LOOKS, cpu_time=True)
 
-    def skips(self, loader: Any) -> bool:
+    def end(self) -> None:
+        """Another training has begun."""
+        self.begun = False
+        self._samples.clear()
+
+    def skips(self, loader: Any, first_batch: Callable[[Any], Any]) -> bool:
         """Whether a loader that is opened is one of these epochs'."""
-        skips = self.begun and _origin(loader) in self._trained
+        origin = _origin(loader)
+        skips = (
+            self.begun
+            and origin in self._trained
+            and not self._has_larger_samples(loader, origin, first_batch)
+        )
         self._skipped += skips
         return skips
+
+    def _has_larger_samples(
+        self, loader: Any, origin: _Origin, first_batch: Callable[[Any], Any]
+    ) -> bool:
+        """Whether samples that were all alike are larger now, as where images grow from stage to
+        stage. A new loader is looked into, and one that is known in turns that grow rarer."""
+        self._opened[loader] = times = self._opened.get(loader, 0) + 1
+        before = self._samples.get(origin, set())
+        if len(before) != 1 or times & (times - 1) or self._looks.passed:
+            return False
+        larger = False
+        with suppress(Exception):  # of the job's own code, or a loader without batches
+            larger = bytes_of_a_sample(first_batch(loader)) > max(before)
+        self._deadline = Deadline(_SECONDS, cpu_time=True)
+        return larger
 
     @property
     def are_endless(self) -> bool:

@@ -227,25 +227,33 @@ def _keep(found: Scan, number: int, batch: Any) -> None:
             del found.kept[other]
 
 
+def bytes_of_a_sample(batch: Any) -> float:
+    """Bytes of the arrays of a batch by the first dimension of the first."""
+    sizes = _Sizes()
+    sizes.of(batch)
+    return sizes.bytes / max(sizes.shape[0] if sizes.shape else 1, 1)
+
+
 class _Sizes(pickle.Pickler):
     """Counts the bytes of a batch of any kind, from the objects that pickle finds in it."""
 
     def __init__(self) -> None:
         self._rest = io.BytesIO()
         super().__init__(self._rest)
-        self._bytes = 0
+        self.bytes = 0
+        """Of all tensors."""
         self.shape = array("q")
         """Shapes of all tensors, in order."""
 
     def of(self, batch: Any) -> int:
         with suppress(Exception):  # beyond what cannot be pickled nothing is counted
             self.dump(batch)
-        return self._bytes + self._rest.tell()
+        return self.bytes + self._rest.tell()
 
     def persistent_id(self, obj: Any) -> int | None:
         if not isinstance(obj, torch.Tensor | np.ndarray):
             return None
-        self._bytes += obj.nbytes
+        self.bytes += obj.nbytes
         self.shape.extend(obj.shape)
         return 0
 
