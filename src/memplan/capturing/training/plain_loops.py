@@ -243,6 +243,9 @@ def with_turns(tree: ast.Module) -> ast.Module:
         return name not in own and name not in _TRAINS and may_train(name)
 
     class WithTurns(ast.NodeTransformer):
+        def visit(self, node: ast.AST) -> Any:
+            return node if isinstance(node, ast.expr) else super().visit(node)  # no statements
+
         def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
             # Numba compiles bytecode, and knows no function of ours.
             jitted = any("jit" in ast.unparse(one) for one in node.decorator_list)
