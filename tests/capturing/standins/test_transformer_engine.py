@@ -14,6 +14,7 @@ import torch
 from memplan.capturing.options import CaptureOptions
 from memplan.capturing.session import CaptureSession
 from memplan.capturing.training import plain_loops
+from memplan.capturing.training.brought_forward import INSTALLED
 from memplan.types.device import find_profile
 from memplan.types.errors import CaptureError
 from memplan.types.trace import EventKind, Phase, Provenance, Trace
@@ -35,7 +36,7 @@ BF16 = torch.bfloat16
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if it were among the installed packages, whose files are not compiled anew."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    monkeypatch.setattr(plain_loops, "INSTALLED", (*plain_loops.INSTALLED, str(FOLDER)))
+    monkeypatch.setattr(plain_loops, "INSTALLED", (*INSTALLED, str(FOLDER)))
 
 
 def made(trace: Trace, op: str, phase: Phase | None = None) -> list[int]:
