@@ -222,7 +222,11 @@ def test_live_bytes_are_those_that_are_predicted(
             return run(primals)
 
     monkeypatch.setattr(made, "run", kept)
-    monkeypatch.setattr(step._updates, "update", lambda parameter: setattr(parameter, "grad", None))
+
+    def no_update(parameter: Tensor, **_where: bool) -> None:
+        parameter.grad = None
+
+    monkeypatch.setattr(step._updates, "update", no_update)
     step(*job.batches[1])
     ((tracker, _),) = values
     graph = found[0].graph

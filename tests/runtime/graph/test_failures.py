@@ -382,11 +382,11 @@ def test_an_error_after_updates_says_how_many(monkeypatch: pytest.MonkeyPatch) -
     step(*job.batches[0])
     update, calls = step._updates.update, []
 
-    def third(parameter: Tensor) -> None:
+    def third(parameter: Tensor, **where: bool) -> None:
         calls.append(parameter)
         if len(calls) == 3:
             raise RuntimeError("broken")
-        update(parameter)
+        update(parameter, **where)
 
     monkeypatch.setattr(step._updates, "update", third)
     with pytest.raises(RuntimeError, match="broken") as caught:
