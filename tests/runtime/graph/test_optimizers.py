@@ -23,6 +23,7 @@ from tests.runtime.graph.training import (
     Job,
     assert_as_plain,
     assert_captured,
+    batches,
     captures_steps,
     classifier,
     perceptron,
@@ -103,6 +104,27 @@ def test_bits_of_the_plain_loop(name: str) -> None:
     for optimizer in job.optimizers:
         names = list(optimizer.state_dict()["state"])
         assert names == sorted(names)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="another PyTorch")
+def test_a_rate_that_depends_on_the_shape() -> None:
+    """Muon multiplies it by the root of rows through columns: of 4, 2 and 1 here. A warmup begins
+    where all are zero."""
+
+    def make() -> Job:
+        tall = nn.Sequential(*(nn.Linear(2, rows, bias=False) for rows in (8, 4, 2)))
+        optimizer = torch.optim.Muon(tall.parameters(), lr=0.0)
+
+        def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+            return sum((one(x).square().sum() for one in tall), y.sum() * 0.0)
+
+        def warm_up(number: int) -> None:
+            optimizer.param_groups[0]["lr"] = 0.1 * number
+
+        return Job(tall, [optimizer], loss_fn, batches((5, 2), count=3), warm_up)
+
+    step, _ = assert_as_plain(make)
+    assert_captured(step, 3)
 
 
 def test_modules_that_a_search_imports_are_no_change(monkeypatch: pytest.MonkeyPatch) -> None:

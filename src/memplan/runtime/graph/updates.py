@@ -157,8 +157,7 @@ class Updates:
             return False
         gradient, parameter.grad = [parameter.grad], None
         state = one.optimizer.state.get(parameter, {})
-        program = one.programs[id(parameter)]
-        ran = program.run(parameter, gradient, state, one.numbers, within=within)
+        ran = one.program.run(parameter, gradient, state, one.numbers, within=within)
         if gradient:
             parameter.grad = gradient[0]
         return ran
@@ -178,10 +177,16 @@ class Updates:
                 by_itself = one_tensor_at_a_time(optimizer.param_groups[number], parameter)
                 later |= by_itself and not optimizer.state.get(parameter)
                 continue
-            known = (one for one in classes if one.holds(optimizer, number, made))
-            one = next(known, None) or UpdateClass(optimizer, number, made)
-            if one.add(parameter, made, chunked=self.chunked) and one not in classes:
+            known = (one for one in classes if one.holds(optimizer, number, made, parameter))
+            one = next(known, None)
+            if one is None:
+                with outside_compilation():
+                    program = update_program(made, parameter, chunked=self.chunked)
+                if program is None:
+                    continue
+                one = UpdateClass(optimizer, number, made, program)
                 classes.append(one)
+            one.parameters.append(parameter)
         return classes, later
 
     def scratch_bytes(self, parameter: torch.Tensor, strides: Sequence[int]) -> int:
@@ -208,7 +213,7 @@ class Updates:
                         torch.empty_strided(like.shape, strides, dtype=like.dtype, device="meta")
                     ]
                     most = storage_bytes(gradient[0])
-                    ran = one.programs[id(parameter)].run(like, gradient, state, one.numbers)
+                    ran = one.program.run(like, gradient, state, one.numbers)
             if ran:
                 return max(0, meter.peak - most) + _OF_NUMBERS
         copied = parameter.numel() * parameter.element_size()
@@ -372,38 +377,33 @@ def _switch(value: Any) -> Any:
 
 
 class UpdateClass:
-    """Parameters of one group with the same arithmetic and the same numbers in it."""
+    """Parameters of one group and one layout, with the same arithmetic and numbers in it. Numbers
+    may depend on a parameter's shape, as Muon's learning rate does."""
 
-    def __init__(self, optimizer: Optimizer, number: int, arithmetic: Arithmetic) -> None:
+    def __init__(
+        self, optimizer: Optimizer, number: int, arithmetic: Arithmetic, program: UpdateProgram
+    ) -> None:
         self.optimizer = optimizer
         self.number = number
         self.arithmetic = arithmetic
         self.numbers = list(arithmetic.numbers)
         self.parameters: list[torch.Tensor] = []
-        self.programs: dict[int, UpdateProgram] = {}
-        """By the parameter's id; one for all with the same layout."""
-        self._programs: dict[Any, UpdateProgram | None] = {}
+        self.program = program
 
-    def holds(self, optimizer: Optimizer, number: int, arithmetic: Arithmetic) -> bool:
+    def holds(
+        self, optimizer: Optimizer, number: int, arithmetic: Arithmetic, parameter: torch.Tensor
+    ) -> bool:
         """Whether a parameter with this update belongs to the class."""
         return (
             (optimizer, number) == (self.optimizer, self.number)
+            and _layout(parameter) == _layout(self.parameters[0])
             and arithmetic.scalars == self.arithmetic.scalars
             and arithmetic.same_operations(self.arithmetic)
         )
 
-    def add(self, parameter: torch.Tensor, arithmetic: Arithmetic, *, chunked: bool) -> bool:
-        """Add a parameter; False where it can have no program."""
-        key = parameter.shape, parameter.stride(), parameter.dtype, parameter.device
-        if key not in self._programs:
-            with outside_compilation():
-                self._programs[key] = update_program(arithmetic, parameter, chunked=chunked)
-        program = self._programs[key]
-        if program is None:
-            return False
-        self.programs[id(parameter)] = program
-        self.parameters.append(parameter)
-        return True
+
+def _layout(of: torch.Tensor) -> Any:
+    return of.shape, of.stride(), of.dtype, of.device
 
 
 class UpdatePlan:
