@@ -249,14 +249,13 @@ class _Finder:
         if base is not self._first:
             try:
                 return self._route(base)
-            except CaptureFailedError:
+            except CaptureFailedError as error:
                 self._routes.append(_Route(base, base))
-                self.notes.append("With updates in backward, recomputation fails.")
+                self.notes.append(f"With updates in backward and recomputation, {_failure(error)}")
         try:
             return self._route(self._first)
         except CaptureFailedError as error:
-            reason = error.outcome.reason.removesuffix(".")
-            self.notes.append(f"With recomputation, the script fails: {reason}.")
+            self.notes.append(f"With recomputation, {_failure(error)}")
             return _Route(self._first, self._first)
 
     def _try(self, lever: _Lever) -> None:
@@ -269,8 +268,8 @@ class _Finder:
             return
         try:
             self._routes.append(self._route(changed))
-        except CaptureFailedError:
-            self.notes.append(f"With {lever.words}, recomputation fails.")
+        except CaptureFailedError as error:
+            self.notes.append(f"With {lever.words} and recomputation, {_failure(error)}")
 
     def _offload(self, route: _Route) -> None:
         """Try to offload values where that is cheaper than to recompute them as this route does."""
@@ -281,8 +280,8 @@ class _Finder:
         self._search.tried.append("offload")
         try:
             end = OffloadPlanner(route.base, planner.graphs[0]).search(planner.best())
-        except CaptureFailedError:
-            self.notes.append("With activations on the host, the script fails.")
+        except CaptureFailedError as error:
+            self.notes.append(f"With activations on the host, {_failure(error)}")
             return
         if end is not None:
             best = self.best().end
@@ -355,6 +354,11 @@ class _Finder:
         return end.fits and end.added_seconds <= min(worth, self._limits.most) * (
             self.plain_seconds or 0.0
         )
+
+
+def _failure(error: CaptureFailedError) -> str:
+    reason = error.outcome.reason.removesuffix(".")
+    return f"the script fails: {reason}."
 
 
 def _why_kept(trace: Trace, droppable: bool) -> str:
