@@ -46,11 +46,11 @@ def of_torch(kind: type[Optimizer]) -> type[Optimizer]:
 
 def each_by_itself(optimizer: Optimizer) -> bool:
     """Whether a step of one parameter gives the bits that a step of all gives."""
-    kind = type(optimizer)
+    kind, own = type(optimizer), vars(optimizer)
     return (
         of_torch(kind) is kind
         and _is_as_it_was(kind.step)
-        and _is_as_it_was(vars(optimizer).get("step", kind.step))
+        and all(_is_as_it_was(own[name]) for name in own if callable(getattr(kind, name, None)))
         and not isinstance(optimizer, _NOT_EACH_BY_ITSELF)
         and not optimizer._optimizer_step_pre_hooks
         and not optimizer._optimizer_step_post_hooks

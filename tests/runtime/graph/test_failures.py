@@ -226,7 +226,7 @@ def failing(step: CompiledStep[...], op: Any, error: BaseException, nth: int = 0
     (program,) = step._capture.programs[:1]
     assert isinstance(program, CompiledGraph)
     classes = step._updates.class_of.values()
-    updates = {one.each for of in classes for one in of.programs.values()}
+    updates = {of.program.each for of in classes}
     calls = 0
 
     def fail(*args: Any, **kwargs: Any) -> Any:

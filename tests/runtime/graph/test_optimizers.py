@@ -473,9 +473,10 @@ def test_schedulers_leave_updates_in_the_graph() -> None:
     assert each_by_itself(optimizer)
 
 
-def test_a_step_without_globals_is_a_replaced_one() -> None:
+@pytest.mark.parametrize("name", ["step", "_init_group"])
+def test_a_method_without_globals_is_a_replaced_one(name: str) -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
-    optimizer.step = functools.partial(optimizer.step)  # type: ignore[method-assign]
+    setattr(optimizer, name, functools.partial(getattr(optimizer, name)))
     assert not each_by_itself(optimizer)
 
 
