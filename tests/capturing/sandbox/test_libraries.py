@@ -38,6 +38,19 @@ def test_sqlite(empty: Path, as_uri: bool) -> None:
         assert sqlite3.connect(":memory:").execute("select 1").fetchone() == (1,)
 
 
+def test_tokenizers(empty: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    with Sandbox():
+        model = tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a")
+        tokenizers.Tokenizer(model).save(str(empty / "tokenizer.json"))
+        again = tokenizers.Tokenizer.from_file(str(empty / "tokenizer.json"))
+        assert again.get_vocab() == {"a": 0, "b": 1}
+        (empty / "vocab.txt").write_text("[UNK]\nword")
+        read = tokenizers.models.WordPiece.read_file(vocab=str(empty / "vocab.txt"))
+        assert read == {"[UNK]": 0, "word": 1}
+        assert again.model.save(str(empty)) == []
+
+
 @pytest.fixture
 def transformers() -> Any:
     module = pytest.importorskip("transformers")

@@ -7,7 +7,6 @@ import types
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from memplan.capturing.patches.attributes import Patches
@@ -117,14 +116,27 @@ def _mlflow(patches: Patches, _view: View, module: types.ModuleType) -> None:
     patches.set(module, "set_tracking_uri", lambda uri: None)
 
 
-def _tokenizers(patches: Patches, _view: View, module: types.ModuleType) -> None:
-    """Fast tokenizers write their files in Rust, past the view; nothing reads them back here."""
+def _tokenizers(patches: Patches, view: View, module: types.ModuleType) -> None:
+    """Its classes read and write their files in Rust, past the view. A model's own save, which
+    writes a vocabulary into a directory, writes nothing: `tokenizer.json` holds it, too."""
 
-    def save_pretrained(_tokenizer: Any, directory: Any, *_: Any, **__: Any) -> tuple[str, ...]:
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        return ()
+    def reader(real: Callable[..., Any]) -> Any:
+        def read(*paths: Any, **named: Any) -> Any:
+            there = [_on_disk(view, path, False) for path in paths]
+            return real(*there, **{name: _on_disk(view, one, False) for name, one in named.items()})
 
-    patches.set(module.PreTrainedTokenizerBase, "save_pretrained", save_pretrained)
+        return staticmethod(read)
+
+    def save(tokenizer: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        return real_save(tokenizer, _on_disk(view, path, True, keep=False), *args, **kwargs)
+
+    real_save = module.Tokenizer.save
+    patches.set(module.Tokenizer, "save", save)
+    patches.set(module.models.Model, "save", lambda *_, **__: [])
+    for one in (module.Tokenizer, *vars(module.models).values()):
+        for name in ("from_file", "read_file"):
+            if isinstance(one, type) and hasattr(one, name):
+                patches.set(one, name, reader(getattr(one, name)))
 
 
 _ADAPTERS: dict[str, Callable[[Patches, View, types.ModuleType], None]] = {
@@ -136,7 +148,7 @@ _ADAPTERS: dict[str, Callable[[Patches, View, types.ModuleType], None]] = {
     "pyarrow.parquet.core": _parquet,
     "h5py._hl.files": _hdf5,
     "torch.autograd.profiler": _profiler,
-    "transformers.tokenization_utils_base": _tokenizers,
+    "tokenizers": _tokenizers,
     "wandb": _wandb,
     "mlflow": _mlflow,
 }
