@@ -175,11 +175,11 @@ def test_a_lever_that_the_job_cannot_have_is_not_said_to_be_tried() -> None:
 def test_all_solvers_together_have_a_minute() -> None:
     search = Search()
     assert search.solving_seconds(6.0) == 6.0
-    search.solved(time.monotonic() - 52.0)
+    search.solved(time.process_time() - 52.0)
     assert search.solving_seconds(6.0) == pytest.approx(2.0, abs=0.1), (
         "four times that by the clock"
     )
-    search.solved(time.monotonic() - 8.0)
+    search.solved(time.process_time() - 8.0)
     assert 0 < search.solving_seconds(6.0) < 1
 
 

@@ -70,7 +70,7 @@ class OffloadPlanner:
 
     def _plan(self, budget: int) -> Judged:
         """The best for the budget; where there is none, the one with the least peak."""
-        shared, began = self._base.job.search, time.monotonic()
+        shared, began = self._base.job.search, time.process_time()
         deadline = Deadline(shared.solving_seconds(_SOLVE_SECONDS), cpu_time=True)
         search = OffloadSearch(self._graph, self._link, deadline)
         found = search.within(budget) or search.lowest()

@@ -202,7 +202,7 @@ class Planner:
         )
 
     def _solved(self, solve: Callable[..., Solution[Selection]], most: float) -> Selection | None:
-        search, began = self._base.job.search, time.monotonic()
+        search, began = self._base.job.search, time.process_time()
         found = solve(deadline_seconds=search.solving_seconds(most)).best
         search.solved(began)
         return found

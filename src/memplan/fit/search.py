@@ -13,7 +13,7 @@ from memplan.types.plan import Plan
 
 Progress = Callable[[str], None]
 _SOLVER_SECONDS = 60.0
-"""The most wall-clock time of all solvers together."""
+"""The most CPU time of all solvers together, so that a plan does not depend on the load."""
 _LEAST_SECONDS = 0.2
 
 
@@ -94,5 +94,5 @@ class Search:
         return max(min(most, self._solver_seconds / PATIENCE), _LEAST_SECONDS)
 
     def solved(self, began: float) -> None:
-        """A solver that began at that `time.monotonic()` has ended."""
-        self._solver_seconds -= time.monotonic() - began
+        """A solver that began at that `time.process_time()` has ended."""
+        self._solver_seconds -= time.process_time() - began
