@@ -28,6 +28,7 @@ from memplan.capturing.recording.recorder import Recorder
 from memplan.capturing.recording.work import Work
 from memplan.types.engines import Engine, Stage
 from memplan.types.errors import CaptureError
+from memplan.types.installed import is_installed
 from memplan.types.op_names import op_name
 from memplan.types.trace import Provenance, Role
 
@@ -284,7 +285,7 @@ class CaptureState:
         """Somebody asks for the number of GPUs, in `frame`; where the script itself does, and only
         one is assumed, the answer says so."""
         file = frame.f_code.co_filename
-        if self.alone and shown_path(file) and "site-packages" not in file:
+        if self.alone and shown_path(file) and not is_installed(file):
             self.assumptions.add(
                 "devices",
                 "the script asked for the number of GPUs and was told one: what it divides among "

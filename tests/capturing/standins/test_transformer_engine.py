@@ -13,8 +13,6 @@ import torch
 
 from memplan.capturing.options import CaptureOptions
 from memplan.capturing.session import CaptureSession
-from memplan.capturing.training import plain_loops
-from memplan.capturing.training.brought_forward import INSTALLED
 from memplan.types.device import find_profile
 from memplan.types.errors import CaptureError
 from memplan.types.trace import EventKind, Phase, Provenance, Trace
@@ -34,9 +32,8 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if it were among the installed packages, whose files are not compiled anew."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    monkeypatch.setattr(plain_loops, "INSTALLED", (*INSTALLED, str(FOLDER)))
+    """Behind the folder of whoever imports it: it is installed there."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(FOLDER)])
 
 
 def made(trace: Trace, op: str, phase: Phase | None = None) -> list[int]:

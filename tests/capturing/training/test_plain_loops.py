@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import linecache
 import signal
+import sys
 import time
 import traceback
 from pathlib import Path
@@ -275,8 +276,10 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
     """The name of an installed package with `learn`, another one in each test."""
     name = f"installed_for_{request.node.name}"
     source = "def learn(turns):\n    for turn in turns:\n        turn()\n"
-    (tmp_path / f"{name}.py").write_text(source)
-    monkeypatch.setattr(plain_loops, "INSTALLED", (str(tmp_path / name),))
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / f"{name}.py").write_text(source)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
     return name
 
 

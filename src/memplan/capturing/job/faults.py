@@ -4,7 +4,6 @@ are told from what cannot be followed."""
 from __future__ import annotations
 
 import re
-import runpy
 import sys
 import traceback
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from memplan.capturing.options import CaptureOptions
 from memplan.capturing.recording.context import shown_path
 from memplan.capturing.standins.finder import advice
+from memplan.types.installed import is_installed
 
 _OF_THE_WORLD = re.compile(r"world[ _-]?size|\bmesh\b|num_devices|n_?gpus", re.I)
 _OF_PARALLELISM = re.compile(r"\branks?\b|parallel", re.I)
@@ -183,9 +183,4 @@ def _is_packages(filename: str) -> bool:
 
 
 def _is_users(filename: str) -> bool:
-    return not (
-        filename.startswith("<")
-        or "site-packages" in filename
-        or _MEMPLAN in filename
-        or str(Path(runpy.__file__).parent) in filename
-    )
+    return not (filename.startswith("<") or is_installed(filename))

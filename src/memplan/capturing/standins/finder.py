@@ -21,6 +21,7 @@ from memplan.capturing.patches.imports import WrappedLoader
 from memplan.capturing.recording.context import shown_path, source_of
 from memplan.capturing.standins.guarded import importing_frame, is_guarded
 from memplan.types.errors import CaptureError, UsageError
+from memplan.types.installed import is_installed
 
 PACKAGES = Path(__file__).parent / "packages"
 
@@ -286,7 +287,7 @@ class StandInFinder:
 
     def _note(self, package: str, frame: Any) -> None:
         where = shown_path(frame.f_code.co_filename) if frame is not None else ""
-        if where and "site-packages" not in frame.f_code.co_filename:
+        if where and not is_installed(frame.f_code.co_filename):
             self.done_without.setdefault(package, f"{where}:{frame.f_lineno}")
 
     def _spec(self, fullname: str, rules: set[str]) -> importlib.machinery.ModuleSpec | None:

@@ -11,22 +11,14 @@ from __future__ import annotations
 import ast
 import ctypes
 import math
-import sysconfig
 from collections.abc import Iterator
 from functools import lru_cache
 from types import FrameType
 from typing import Any
 
-import memplan
 from memplan.capturing.recording.context import syntax_of
+from memplan.types.installed import is_installed
 
-INSTALLED = tuple(
-    str(path)
-    for path in (
-        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-        *memplan.__path__,
-    )
-)
 _ARITHMETIC = (
     *(ast.Name, ast.Attribute, ast.Constant, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare),
     *(ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.expr_context),
@@ -40,7 +32,7 @@ def bring_forward(frame: FrameType | None) -> int:
     happens in this one. Returns the number of conditions that hold because of that."""
     count = 0
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(INSTALLED):
+        if not is_installed(frame.f_code.co_filename):
             for name, tests in _by_counter(frame).items():
                 count += _set(frame, name, tests)
         frame = frame.f_back

@@ -12,9 +12,9 @@ from types import FrameType
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
 
-from memplan.capturing.training.brought_forward import INSTALLED
 from memplan.capturing.training.scan import bytes_of_a_sample
 from memplan.types.deadline import Deadline
+from memplan.types.installed import is_installed
 
 _SECONDS = 2.0
 _SECONDS_OF_LOOKS = 3.0
@@ -103,7 +103,7 @@ class LaterEpochs:
 def _origin(loader: Any) -> _Origin:
     """The place where the job opens a loader, and what it reads."""
     frame: FrameType = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(INSTALLED):
+    while frame.f_back is not None and is_installed(frame.f_code.co_filename):
         frame = frame.f_back
     samples = None
     with suppress(Exception):  # of a stream, or whatever the job's own data raise

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from memplan.capturing.patches.attributes import Patches
-from memplan.capturing.training.brought_forward import INSTALLED
+from memplan.types.installed import is_installed
 
 _TURNS = "__memplan_turns__"
 """The name of `turns` in the job's modules. Functions that the job pickles refer to it there."""
@@ -127,14 +127,14 @@ class PlainLoops:
 
         def get_code(loader: SourceFileLoader, fullname: str) -> CodeType | None:
             path = loader.get_filename(fullname)
-            if path.startswith(INSTALLED):  # perhaps from bytecode that is kept
+            if is_installed(path):  # perhaps from bytecode that is kept
                 return real_get(loader, fullname)  # type: ignore[no-any-return]
             return loader.source_to_code(loader.get_data(path), path)
 
         def source_to_code(
             loader: SourceFileLoader, data: Any, path: str, *args: Any, **kwargs: Any
         ) -> CodeType:
-            if isinstance(data, bytes) and not path.startswith(INSTALLED):
+            if isinstance(data, bytes) and not is_installed(path):
                 with suppress(RecursionError):  # it nests deeper than Python here can walk
                     tree = with_turns(ast.parse(data, path))
                     return real_compile(loader, tree, path, *args, **kwargs)  # type: ignore[no-any-return]

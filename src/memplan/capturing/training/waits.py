@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import FrameType
 
 import memplan
-from memplan.capturing.training.brought_forward import INSTALLED
+from memplan.types.installed import is_installed
 
 _MEMPLAN = tuple(memplan.__path__)
 
@@ -23,7 +23,7 @@ class Waits:
         runs or waits. What `look` raises is raised there."""
 
         def ring(_signal: int, frame: FrameType | None) -> None:
-            while frame is not None and frame.f_code.co_filename.startswith(INSTALLED):
+            while frame is not None and is_installed(frame.f_code.co_filename):
                 if frame.f_code.co_filename.startswith(_MEMPLAN):
                     return  # in the middle of an operator, which looks itself
                 frame = frame.f_back

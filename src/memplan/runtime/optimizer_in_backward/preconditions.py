@@ -4,10 +4,7 @@ the job's own source."""
 from __future__ import annotations
 
 import ast
-import functools
-import site
 import sys
-import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from memplan.capturing.patches.deferred_dynamo import has_compiled
+from memplan.types.installed import is_installed
 
 _MOST_BYTES = 4 << 20
 _OURS = str(Path(__file__).parents[2])
@@ -55,7 +53,7 @@ def reads_gradients() -> str:
         name = getattr(module, "__file__", None)
         if not isinstance(name, str) or not name.endswith(".py"):
             continue
-        if name.startswith(_OURS) or is_installed(name):
+        if is_installed(name):
             continue
         line = _first_read(Path(name))
         if line:
@@ -93,33 +91,3 @@ def _first_read(path: Path) -> int:
         ),
         default=0,
     )
-
-
-_INSTALLED = tuple(
-    str(Path(folder).resolve())
-    for folder in {
-        *site.getsitepackages(),
-        *(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")),
-        str(Path(torch.__file__).parent),
-    }
-)
-PACKAGES = {"site-packages", "dist-packages"}
-
-
-@functools.cache
-def is_installed(file: str) -> bool:
-    """Whether it is a library's, wherever that is installed: by `pip install --user`, in another
-    environment on the path, or beside torch (`pip install --target`)."""
-    path = Path(file).resolve()
-    return (
-        file.startswith("<frozen")
-        or str(path).startswith(_INSTALLED)
-        or not PACKAGES.isdisjoint(path.parts)
-        or _is_beside_torch(path)
-    )
-
-
-def _is_beside_torch(path: Path) -> bool:
-    """Whether a path is in a folder that pip has installed into, which has a record of torch."""
-    folder = Path(torch.__file__).resolve().parents[1]
-    return folder in path.parents and any(folder.glob("torch-*.dist-info"))
