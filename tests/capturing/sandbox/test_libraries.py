@@ -49,6 +49,9 @@ def test_tokenizers(empty: Path) -> None:
         read = tokenizers.models.WordPiece.read_file(vocab=str(empty / "vocab.txt"))
         assert read == {"[UNK]": 0, "word": 1}
         assert again.model.save(str(empty)) == []
+        made = tokenizers.models.WordPiece(str(empty / "vocab.txt"), unk_token="[UNK]")
+        assert isinstance(made, tokenizers.models.WordPiece)
+        assert made.token_to_id("word") == 1
 
 
 @pytest.fixture
