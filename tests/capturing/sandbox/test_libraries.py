@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sqlite3
 import subprocess
 import sys
@@ -50,8 +51,9 @@ def test_tokenizers(empty: Path) -> None:
         assert read == {"[UNK]": 0, "word": 1}
         assert again.model.save(str(empty)) == []
         made = tokenizers.models.WordPiece(str(empty / "vocab.txt"), unk_token="[UNK]")
-        assert isinstance(made, tokenizers.models.WordPiece)
-        assert made.token_to_id("word") == 1
+        again, kind = pickle.loads(pickle.dumps((made, tokenizers.models.WordPiece)))
+        assert isinstance(again, kind)
+        assert again.token_to_id("word") == 1
 
 
 @pytest.fixture

@@ -150,11 +150,13 @@ def _tokenizers(patches: Patches, view: View, module: types.ModuleType) -> None:
     real_save, models = module.Tokenizer.save, module.models
     patches.set(module.Tokenizer, "save", save)
     patches.set(models.Model, "save", lambda *_, **__: [])
+    for_pickle = lambda one: (getattr(models, type(one).__name__), (), one.__getstate__())  # noqa: E731
+    patches.set(models.Model, "__reduce__", for_pickle)
     patches.set(module.Tokenizer, "from_file", staticmethod(reader(module.Tokenizer.from_file)))
     named = {one for one in vars(models).values() if isinstance(one, type)} - {models.Model}
-    replace_by_name(
-        patches, {id(real): AsNamed(real.__name__, (), {"real": real}) for real in named}
-    )
+    for real in named:
+        known = {"real": real, "__module__": real.__module__}
+        replace_by_name(patches, {id(real): AsNamed(real.__name__, (), known)})
 
 
 _ADAPTERS: dict[str, Callable[[Patches, View, types.ModuleType], None]] = {
