@@ -149,3 +149,18 @@ def test_pairs_of_selected_rows_and_channels_that_are_as_many() -> None:
     once, twice = (rows * rows * 4 * more for more in (2, 4))
     assert bounds(record(job), "exp") == {(rows * rows * 4, once)}
     assert bounds(record(job), "sin") == {(rows * rows * 4, twice)}
+
+
+def test_the_most_rows_of_what_is_joined_add_up() -> None:
+    """What two masks select; a model's points and those that are cloned."""
+
+    def job() -> None:
+        points = torch.randn(POINTS, WIDTH, device="cuda")
+        other = torch.randn(POINTS // 4, WIDTH, device="cuda")
+        kept, also = points[points.sum(1) > 0], other[other.sum(1) > 0]
+        torch.cat([kept, also]).exp()
+        torch.cat([kept.t(), points.t()], dim=1).sin()
+
+    trace = record(job)
+    assert bounds(trace, "exp") == {(POINTS // 8 * 5 * ROW, POINTS // 4 * 5 * ROW)}
+    assert bounds(trace, "sin") == {(POINTS // 2 * 3 * ROW, POINTS * 2 * ROW)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sqlite3
 import subprocess
 import sys
@@ -49,6 +50,10 @@ def test_tokenizers(empty: Path) -> None:
         read = tokenizers.models.WordPiece.read_file(vocab=str(empty / "vocab.txt"))
         assert read == {"[UNK]": 0, "word": 1}
         assert again.model.save(str(empty)) == []
+        made = tokenizers.models.WordPiece(str(empty / "vocab.txt"), unk_token="[UNK]")
+        again, kind = pickle.loads(pickle.dumps((made, tokenizers.models.WordPiece)))
+        assert isinstance(again, kind)
+        assert again.token_to_id("word") == 1
 
 
 @pytest.fixture

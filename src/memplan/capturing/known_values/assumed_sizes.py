@@ -3,7 +3,7 @@
 A mask of unknown content is assumed to select every second element, but it may select all of them.
 A tensor that was computed from it and has as many rows as it selects is recorded with a high bound:
 the bytes that it would have if the mask selected everything. Rows may lie in any dimension, and be
-merged with others.
+joined to or merged with others.
 
 A tensor has such rows where one of the operator's inputs has them, as often as there: a channel
 for each of as many weights is none.
@@ -63,6 +63,14 @@ class AssumedSizes:
                     alone[rows] += times > 0 and item.shape.count(rows) == 1
         for rows, count in alone.items():  # all pairs of two inputs' rows
             self._times[rows] = max(count, self._times[rows])
+
+    def join(self, tensors: Sequence[torch.Tensor], dim: int = 0) -> None:
+        """Note that the operator joins these tensors in a dimension: the most rows add up."""
+        sizes = [one.shape[dim] for one in tensors if one.shape != (0,)]
+        most = sum(self._now.get(size, size) if self._times.get(size) else size for size in sizes)
+        if most > sum(sizes):
+            self._now[sum(sizes)] = max(most, self._now.get(sum(sizes), 0))
+            self._times[sum(sizes)] = 1
 
     def selects(self, mask: torch.Tensor, selected: int) -> None:
         """Note that the operator finds so many elements in a mask that depends on an assumed

@@ -56,6 +56,8 @@ def run_fake(
     builder = recorder.builder
     if state.sizes.any:
         state.sizes.begin(fakes, gradient_shapes(func, args))
+        if func is aten.cat.default:
+            state.sizes.join(*args, **kwargs)
     name = state.acting or state.op_name(func)
     builder.begin_op(name, reads=state.numbers_of(fakes), stream=recorder.stream)
     if state.on_op is not None:

@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from memplan.capturing.patches.attributes import Patches
@@ -120,23 +121,42 @@ def _tokenizers(patches: Patches, view: View, module: types.ModuleType) -> None:
     """Its classes read and write their files in Rust, past the view. A model's own save, which
     writes a vocabulary into a directory, writes nothing: `tokenizer.json` holds it, too."""
 
-    def reader(real: Callable[..., Any]) -> Any:
-        def read(*paths: Any, **named: Any) -> Any:
-            there = [_on_disk(view, path, False) for path in paths]
-            return real(*there, **{name: _on_disk(view, one, False) for name, one in named.items()})
+    def place(one: Any) -> Any:
+        return _on_disk(view, one, False) if isinstance(one, str) and Path(one).is_file() else one
 
-        return staticmethod(read)
+    def reader(real: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **named: real(
+            *map(place, args), **{name: place(one) for name, one in named.items()}
+        )
+
+    class AsNamed(type):
+        """A model's class as modules name it: one of Rust's cannot be given a new constructor."""
+
+        real: type
+
+        def __call__(cls, *args: Any, **named: Any) -> Any:
+            return reader(cls.real)(*args, **named)
+
+        def __instancecheck__(cls, one: Any) -> bool:
+            return isinstance(one, cls.real)
+
+        def __getattr__(cls, name: str) -> Any:
+            found = getattr(cls.real, name)
+            return reader(found) if callable(found) else found
 
     def save(tokenizer: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
         return real_save(tokenizer, _on_disk(view, path, True, keep=False), *args, **kwargs)
 
-    real_save = module.Tokenizer.save
+    real_save, models = module.Tokenizer.save, module.models
     patches.set(module.Tokenizer, "save", save)
-    patches.set(module.models.Model, "save", lambda *_, **__: [])
-    for one in (module.Tokenizer, *vars(module.models).values()):
-        for name in ("from_file", "read_file"):
-            if isinstance(one, type) and hasattr(one, name):
-                patches.set(one, name, reader(getattr(one, name)))
+    patches.set(models.Model, "save", lambda *_, **__: [])
+    for_pickle = lambda one: (getattr(models, type(one).__name__), (), one.__getstate__())  # noqa: E731
+    patches.set(models.Model, "__reduce__", for_pickle)
+    patches.set(module.Tokenizer, "from_file", staticmethod(reader(module.Tokenizer.from_file)))
+    named = {one for one in vars(models).values() if isinstance(one, type)} - {models.Model}
+    for real in named:
+        known = {"real": real, "__module__": real.__module__}
+        replace_by_name(patches, {id(real): AsNamed(real.__name__, (), known)})
 
 
 _ADAPTERS: dict[str, Callable[[Patches, View, types.ModuleType], None]] = {
