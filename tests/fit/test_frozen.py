@@ -9,14 +9,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from memplan.cli import main
 from memplan.fit.frozen import frozen_bytes
-from memplan.types.plan import OrderPart, Plan
+from memplan.phases import plain_peak, step_graph
+from memplan.recompute.evaluate import evaluate
+from memplan.recompute.selection import Selection, op_output, to_part
+from memplan.runtime.in_effect import plan_in_effect
+from memplan.types.plan import FrozenPart, OrderPart, Plan, RecomputePart
 from memplan.types.plan_file import load_plan, save_plan
-from memplan.types.trace import Phase, Role
+from memplan.types.trace import Phase, Role, Trace
 from memplan.types.trace_file import load_trace
 from tests import warm
+from tests.capturing.jobs import record
 from tests.estimation.jobs import MIB, training_job
 
 ADAPTED = """
@@ -100,3 +107,32 @@ def test_a_weight_that_is_updated_in_backward_is_not_frozen() -> None:
     done = warm.run(Path.cwd(), "-m", "memplan", *words)
     assert done.returncode == 0, done.stderr
     assert frozen_bytes(load_trace(Path("job.trace"))) == []
+
+
+def test_rows_of_a_frozen_embedding_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recomputation reads them on the host, as the forward does."""
+    monkeypatch.setenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1")
+
+    def job() -> None:
+        rows = nn.Embedding(8192, 512).requires_grad_(False)
+        model = nn.Sequential(rows, nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 1)).cuda()
+        optimizer = torch.optim.SGD(model[1:].parameters(), lr=1e-3)
+        for _ in range(3):
+            model(torch.zeros(4096, dtype=torch.long, device="cuda")).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def captured(recompute: RecomputePart | None = None) -> Trace:
+        said: list[str] = []
+        plan = Plan(frozen=FrozenPart(share=1.0, ahead_bytes=0), recompute=recompute)
+        with plan_in_effect(plan, [], lambda *words: said.extend(words)):
+            trace = record(job)
+        assert not said
+        return trace
+
+    graph = step_graph(captured())
+    selection = Selection((frozenset(np.flatnonzero(graph.values.droppable).tolist()),))
+    names = [op_output(graph, value).op for value in selection.groups[0]]
+    assert "aten.embedding.default" in names
+    part = to_part(graph, selection, budget_bytes=0, peak_bytes=0, added_seconds=0.0)
+    assert plain_peak(step_graph(captured(part))) == evaluate(graph, selection).peak_bytes

@@ -1,4 +1,5 @@
-"""A loss with a gradient in it: what only the last backward goes through is recomputed."""
+"""A loss with a gradient in it: what only the last backward goes through is recomputed or
+sent to the host."""
 
 from __future__ import annotations
 
@@ -13,7 +14,11 @@ from memplan.capturing.enough import EnoughSeen
 from memplan.capturing.options import CaptureOptions, ScriptTarget
 from memplan.capturing.session import CaptureSession
 from memplan.estimation import estimate
-from memplan.fit.flow import fit
+from memplan.fit.offload import OffloadPlanner
+from memplan.fit.plans import Planner
+from memplan.fit.search import Search
+from memplan.fit.state import Job, first_state
+from memplan.phases import step_graph
 from memplan.phases.passes import differentiated_bytes, step_passes
 from memplan.recompute.solve import Solver
 from memplan.runtime.apply import AppliedEverywhere
@@ -21,7 +26,7 @@ from memplan.types.device import find_profile
 from memplan.types.plan import Plan
 from memplan.worker.captures import Captured
 from tests.capturing.jobs import record
-from tests.fit.chain_job import capturing, not_captured
+from tests.fit.chain_job import capturing
 from tests.fit.test_two_optimizers import network
 
 
@@ -49,21 +54,18 @@ def train(device: str, width: int, batch: int, steps: int, penalty_first: bool) 
     return losses
 
 
-@pytest.mark.parametrize("penalty_first", [False, True])
-def test_a_critic_with_a_gradient_penalty(tmp_path: Path, penalty_first: bool) -> None:
+def critic_job(tmp_path: Path, penalty_first: bool) -> Job:
     script = tmp_path / "train.py"
     script.write_text("")
-    program, profile = ScriptTarget("script", str(script), ()), find_profile("2050MiB")
+    profile = find_profile("2050MiB")
 
     @capturing
     def capture(program: ScriptTarget, plan: Plan | None) -> Captured:
-        if plan is not None and (plan.state or plan.offload):
-            raise not_captured("recomputation alone is looked at")
         said: list[str] = []
-        part = plan.recompute if plan else None
+        recompute, offload = (plan.recompute, plan.offload) if plan else (None, None)
         with (
             CaptureSession(CaptureOptions(profile=profile)) as session,
-            AppliedEverywhere(part, said.append),
+            AppliedEverywhere(recompute, said.append, offload),
         ):
             with suppress(EnoughSeen):
                 train("cuda", 1024, 8192, 16, penalty_first)
@@ -71,20 +73,37 @@ def test_a_critic_with_a_gradient_penalty(tmp_path: Path, penalty_first: bool) -
         assert said == []  # every value of the plan was met
         return Captured(trace, estimate(trace, profile))
 
-    fitted = fit(program, profile, capture, Solver())
-    answer, plan = fitted.answer, fitted.plan
-    assert not answer.before.fits and answer.fits
-    assert plan is not None and plan.recompute is not None
-    penalised = 0 if penalty_first else 2
-    calls = {value.call for group in plan.recompute.groups for value in group.drop}
-    assert calls == {0, 1, 2} - {penalised}
-    again = capture(program, plan)
-    assert again.estimate.allocated_peak_bytes == plan.recompute.peak_bytes
+    return Job(ScriptTarget("script", str(script), ()), profile, capture, Search())
+
+
+@pytest.mark.parametrize("penalty_first", [False, True])
+@pytest.mark.parametrize("offloads", [False, True])
+def test_a_critic_with_a_gradient_penalty(
+    tmp_path: Path, penalty_first: bool, offloads: bool
+) -> None:
+    job = critic_job(tmp_path, penalty_first)
+    base = first_state(job, job.capture(job.program))
+    if offloads:
+        graph = step_graph(base.captured.trace, job.profile)
+        end = OffloadPlanner(base, graph).search(None)
+    else:
+        found = Planner(base, Solver()).search()
+        end = found.state if found else None
+    assert end is not None and not base.fits and end.fits
+    plan = end.promised()
+    assert plan.recompute is not None and (plan.offload is not None) == offloads
+    values = [value for group in plan.recompute.groups for value in group.drop]
+    values += plan.offload.values if plan.offload else []
+    assert {value.call for value in values} == {0, 1, 2} - {0 if penalty_first else 2}
+    again = job.capture(job.program, plan)
+    assert again.estimate.allocated_peak_bytes == (plan.offload or plan.recompute).peak_bytes
     assert differentiated_bytes(again.trace) > 1 << 28
 
     plain = train("cpu", 16, 4, 3, penalty_first)
-    with AppliedEverywhere(plan.recompute):
+    notes: list[str] = []
+    with AppliedEverywhere(plan.recompute, notes.append, plan.offload, devices=("cpu",)):
         assert train("cpu", 16, 4, 3, penalty_first) == plain
+    assert not notes
 
 
 def test_a_gradient_within_a_call_is_left_alone() -> None:

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memplan.runtime import streams
 from memplan.runtime.host_buffers import PageLock
 from memplan.runtime.tape.groups import modified_error
-from memplan.runtime.tape.replay import plain_execution
+from memplan.runtime.tape.replay import ON_HOST, plain_execution
 from memplan.runtime.tape.storages import share_storage
 from memplan.runtime.tape.values import Value, View, version_of
 from memplan.types.op_names import FETCH
@@ -169,7 +169,9 @@ def _on_host(data: Tensor, lock: PageLock) -> tuple[Tensor, Tensor]:
     if isinstance(data, FakeTensor):
         host = data.new_empty((nbytes,), dtype=torch.uint8, device="cpu")
         lock.lock(host)
-        data.untyped_storage().resize_(0)
+        storage = data.untyped_storage()
+        storage.resize_(0)
+        setattr(storage, ON_HOST, True)
         return host, data
     try:
         host = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)

@@ -14,6 +14,10 @@ from memplan.runtime.tape.settings import changing_settings
 from memplan.runtime.tape.values import OpRecord, Value, View, flat_tensors
 from memplan.types.errors import InternalError, RecomputeError
 
+ON_HOST = "memplan_on_host"
+"""An attribute of a fake storage without memory on the device whose content is on the host, where
+operators read it."""
+
 
 class EmptiedError(RecomputeError):
     """Memory of an input was released, and the tensor kept: FSDP2 does so with gathered weights
@@ -99,7 +103,8 @@ def _needed(group: str, targets: list[Value]) -> dict[OpRecord, list[Value]]:
 
 
 def _is_emptied(base: torch.Tensor) -> bool:
-    return base.numel() > 0 and not base.untyped_storage().nbytes()
+    storage = base.untyped_storage()
+    return base.numel() > 0 and not storage.nbytes() and not hasattr(storage, ON_HOST)
 
 
 def _last_uses(records: list[OpRecord]) -> dict[int, list[Value]]:
