@@ -172,7 +172,7 @@ class ChainProgram:
     """More bytes than planned in the n-th capture with a plan, from 1; negative ones less."""
     refuses: Callable[[int], bool] = lambda batch: False
     moves_state: bool = False
-    """Whether all of the optimizer's state can be on the host."""
+    """Whether the optimizer's state can be on the host."""
     flops: int = 0
     """Of each operator."""
     asked: list[tuple[ScriptTarget, Plan | None]] = field(default_factory=list)
@@ -185,7 +185,7 @@ class ChainProgram:
         quiet: bool = False,
         steps: int | None = None,
     ) -> Captured:
-        on_host = plan is not None and plan.state is not None
+        on_host = plan.state.share if plan is not None and plan.state is not None else 0.0
         if on_host and not self.moves_state:
             raise not_captured("this optimizer's state stays where it is")
         self.asked.append((program, plan))
@@ -199,7 +199,7 @@ class ChainProgram:
         extra = self.ballast(planned) if groups else 0
         weight = self.weight + min(extra, 0) // self.layers
         early = plan is not None and plan.order is not None and not self.clips
-        state = 0 if on_host else 2 * weight
+        state = int(2 * weight * (1 - on_host))
         if plan is not None and plan.low_bit is not None:
             state //= 4
         writer = _Writer(
@@ -219,7 +219,7 @@ class Greedy:
 
     def __init__(self) -> None:
         self.budgets: list[int] = []
-        self._known: dict[bytes, list[tuple[int, float, Selection]]] = {}
+        self._known: dict[tuple[int, bytes, bytes], list[tuple[int, float, Selection]]] = {}
 
     def solve(
         self, graph: StepGraph, budget_bytes: int, *, deadline_seconds: float
@@ -241,7 +241,7 @@ class Greedy:
         return Solved(selection, peak, 0.0)
 
     def _all(self, graph: StepGraph) -> list[tuple[int, float, Selection]]:
-        key = graph.values.droppable.tobytes() + graph.values.bytes.tobytes()
+        key = (graph.base_bytes, graph.values.droppable.tobytes(), graph.values.bytes.tobytes())
         if key in self._known:
             return self._known[key]
         known = self._known[key] = []

@@ -211,9 +211,10 @@ def test_the_least_peak_is_tried_before_giving_up(program: ScriptTarget) -> None
     assert answer.attempts[-1].planned_bytes == min(a.planned_bytes for a in answer.attempts)
 
 
-def test_a_plan_that_does_not_fit_for_gaps_gets_addresses_before_dearer_levers(
-    program: ScriptTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def placing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every plan with recomputation fits with planned addresses."""
+
     def placed(state: State) -> State:
         if state.plan.recompute is None:
             return state
@@ -223,10 +224,41 @@ def test_a_plan_that_does_not_fit_for_gaps_gets_addresses_before_dearer_levers(
         return replace(changed, verdict=Verdict(estimate, addresses=True))
 
     monkeypatch.setattr(flow, "with_planned_addresses", placed)
+
+
+@pytest.mark.usefixtures("placing")
+def test_a_plan_that_does_not_fit_for_gaps_gets_addresses_before_dearer_levers(
+    program: ScriptTarget,
+) -> None:
     chain = job("2600MiB", ballast=lambda attempt: 2600 * MIB, moves_state=True)
     answer = run(program, chain).answer
     assert answer.fits and [one.kind for one in answer.levers][-1] == "addresses"
     assert all(plan is None or plan.state is None for _, plan in chain.asked)
+
+
+@pytest.mark.usefixtures("placing")
+def test_a_cheaper_plan_that_does_not_fit_for_gaps_gets_addresses(program: ScriptTarget) -> None:
+    chain = job("2300MiB", ballast=lambda attempt: 300 * MIB * (attempt == 1))
+    answer = run(program, chain).answer
+    cheap, *others = answer.attempts
+    assert not cheap.fits and any(one.fits for one in others)
+    assert all(one.added_fraction > cheap.added_fraction + 0.05 for one in others if one.fits)
+    assert answer.levers[-1].kind == "addresses"
+    assert answer.added_fraction == pytest.approx(cheap.added_fraction)
+
+
+@pytest.mark.parametrize("card", ["3300MiB", "3500MiB"])
+def test_less_state_goes_to_the_host_where_more_recomputation_is_cheaper(
+    program: ScriptTarget, card: str
+) -> None:
+    """Of the larger card all state on the host is enough."""
+    chain = job(card, moves_state=True, weight=32 * MIB, flops=10**10)
+    answer = run(program, chain).answer
+    moved = 2 * 32 * MIB * 24 / chain.profile.host_link_bytes_per_second
+    shares = {plan.state.share for _, plan in chain.asked if plan is not None and plan.state}
+    assert answer.fits and max(shares) == 1 and len(shares) == 2
+    assert answer.added_seconds < 0.8 * moved
+    assert {"state", "recompute"} <= {lever.kind for lever in answer.levers}
 
 
 def test_no_plan_fits_but_a_smaller_batch_does(program: ScriptTarget) -> None:

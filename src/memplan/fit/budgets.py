@@ -57,6 +57,11 @@ def first_budget(planned: int, needed: int, card: Card) -> int:
     return int(_CAUTION_FIRST * _in_proportion(planned, needed, card))
 
 
+def room(outcome: Outcome, card: Card) -> int:
+    """The same, from what an attempt says."""
+    return int(_CAUTION * _in_proportion(outcome.planned, outcome.needed, card))
+
+
 def next_budget(outcomes: Sequence[Outcome], card: Card) -> int | None:
     """The budget to plan for after these attempts, in order; None when another attempt would gain
     nothing."""

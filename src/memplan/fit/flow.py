@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -18,7 +19,12 @@ from memplan.fit.addresses import with_planned_addresses
 from memplan.fit.answer import Change, Fit, Numbers
 from memplan.fit.choice import NO_LIMITS, Limits, answer_of
 from memplan.fit.frozen import hides, with_frozen_on_host
-from memplan.fit.host_state import is_quick, least_seconds, with_state_on_host
+from memplan.fit.host_state import (
+    cheaper_share,
+    is_quick,
+    least_seconds,
+    with_state_on_host,
+)
 from memplan.fit.loss import with_loss_in_chunks
 from memplan.fit.low_bit import with_low_bit_state
 from memplan.fit.micro_batches import with_micro_batches
@@ -43,6 +49,8 @@ _USUAL_CAPTURES = 3
 """The usual number of captures for a lever with recomputation on top."""
 _WORTH = 0.01
 """Time that a plan adds, as a fraction of the step, up to which no other way is looked for."""
+_GAIN = 0.05
+"""Time, as a fraction of the step, for which a plan in hand is tried in another way."""
 _ROW = 4
 """Budgets that a frontier is captured for, beside the least peak, for each set of levers."""
 
@@ -225,15 +233,24 @@ class _Finder:
             self._routes.append(self._first_route(base))
         if not self.best().end.fits:
             self._offload(self.best())
+        else:
+            self._balance()
         if self._limits.frontier:
             self._capture_rows()
 
     def place(self) -> None:
         """Addresses for the best plan, where it fits only as the allocator gives memory back in
-        each step. (`_placed` tries them for those that do not fit.)"""
-        end = self.best().end if self._routes else self._first
-        if end.fits:
-            self._with(with_planned_addresses, end)
+        each step; for a cheaper one that does not fit for gaps. (`_placed` tries them where none
+        fits.)"""
+        best = self.best() if self._routes else _Route(self._first, self._first)
+        if not best.end.fits:
+            return
+        planned = [one.state for one in best.planner.planned] if best.planner else []
+        most = best.end.added_seconds - self._gain
+        cheaper = [one for one in planned if not one.fits and one.added_seconds < most]
+        near = min(cheaper, key=lambda one: one.needed, default=None)
+        if near is None or not self._with(with_planned_addresses, near).fits:
+            self._with(with_planned_addresses, best.end)
 
     def best(self, without: str = "") -> _Route:
         """The cheapest that fits; where none does, the one that fits the smallest card. Of those
@@ -270,6 +287,19 @@ class _Finder:
             self._routes.append(self._route(changed))
         except CaptureFailedError as error:
             self.notes.append(f"With {lever.words} and recomputation, {_failure(error)}")
+
+    def _balance(self) -> None:
+        """Another share of the optimizer's state on the host, with more or less recomputation."""
+        [lever] = [one for one in _LEVERS if one.kind == "state"]
+        best, plain = self.best(), self.best("state")
+        known = best if best.planner is not None else plain
+        added = best.end.added_seconds
+        if not best.end.fits or known.planner is None or added <= self._gain:
+            return
+        share = cheaper_share(plain.base, known.base, known.planner, added, self._gain)
+        if share is not None:
+            again = partial(with_state_on_host, share=share)
+            self._try(lever._replace(apply=again, instead_of="state"))
 
     def _offload(self, route: _Route) -> None:
         """Try to offload values where that is cheaper than to recompute them as this route does."""
@@ -347,6 +377,10 @@ class _Finder:
         base = self.best(lever.instead_of).base
         least = base.added_seconds + lever.least(base)
         return not self._is_good(lever.beyond) and least < end.added_seconds
+
+    @property
+    def _gain(self) -> float:
+        return _GAIN * (self.plain_seconds or 0.0)
 
     def _is_good(self, worth: float) -> bool:
         """Whether the best plan adds so little time that another way could hardly be cheaper."""

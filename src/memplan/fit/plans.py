@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from memplan.fit.answer import Lever
-from memplan.fit.budgets import Card, Outcome, first_budget, next_budget
+from memplan.fit.budgets import Card, Outcome, first_budget, next_budget, room
 from memplan.fit.levers import recompute_levers
 from memplan.fit.lifetimes import with_observed_lifetimes
 from memplan.fit.state import State
@@ -156,6 +156,14 @@ class Planner:
     def lowest(self) -> Planned | None:
         """The captured plan that fits the smallest card."""
         return min(self.planned, key=lambda p: p.outcome.needed, default=None)
+
+    def added_with(self, freed: int) -> float | None:
+        """Seconds that a plan would add if so many bytes less of what always lies on the card did;
+        None where none is found. Nothing is captured, but something has been."""
+        known = self.best() or self.lowest()
+        assert known is not None
+        selections = self._within(room(known.outcome, self._card) + freed)
+        return None if selections is None else self._evaluated(selections).added_seconds
 
     @property
     def offloads(self) -> bool:
