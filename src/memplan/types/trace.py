@@ -239,8 +239,8 @@ class TraceMeta(msgspec.Struct, kw_only=True):
     """Batches that a steady step trained on: from data loaders, or copied from the host before a
     backward pass; None where none were seen."""
     samples_per_step: float | None = None
-    """Samples of the batches that data loaders gave; None without loaders, or where a dataset makes
-    whole batches."""
+    """Samples of the batches that data loaders gave; None without loaders, where a dataset makes
+    whole batches, or where it is not clear for which step they were."""
     capture_peak_bytes: int = 0
     """Resident memory of the capturing process and its children, not of the real job."""
     host: HostCapture | None = None

@@ -26,6 +26,7 @@ model = nn.Linear(8, 8).cuda()
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
 def forward(batch):
+    batch = batch if torch.is_tensor(batch) else batch[0]
     return model(batch.cuda()).square().mean()
 
 def accumulated(batches, parts):
@@ -42,6 +43,19 @@ for _ in range(9):
     for (batch,) in DataLoader(TensorDataset(torch.ones(90, 8)), batch_size=30):
         with torch.no_grad():
             forward(batch)
+"""
+EVALUATING = """
+def evaluate():
+    with torch.no_grad():
+        for number, (batch,) in enumerate(DataLoader(TensorDataset(torch.ones(90, 8)), 10)):
+            forward(batch)
+            if number == 2:
+                break
+
+def train(batch):
+    forward(batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 """
 AHEAD = """
 loader = iter(DataLoader(DATA, batch_size=4, drop_last=True))
@@ -95,5 +109,72 @@ for _ in range(9):
     forward(batch + torch.randn(4, 8, device="cuda")).backward()
     optimizer.step()
     optimizer.zero_grad()
+"""
+    assert seen(tmp_path, body) == (1, None)
+
+
+@pytest.mark.parametrize(
+    ("loop", "samples"),
+    [
+        ("for (batch,) in DataLoader(DATA, 4): evaluate(); train(batch)", 4),
+        ("for (batch,) in DataLoader(DATA, 4): train(batch); evaluate()", 4),
+        ("for batch in [torch.ones(4, 8)] * 30: train(batch); evaluate()", None),
+    ],
+)
+def test_an_evaluation_that_breaks_off_is_not_trained_on(
+    tmp_path: Path, loop: str, samples: int | None
+) -> None:
+    assert seen(tmp_path, EVALUATING + loop) == (1, samples)
+
+
+@pytest.mark.parametrize("data", ["DATA", "Stream((8,))"])
+def test_batches_that_are_read_before_their_backward_passes(tmp_path: Path, data: str) -> None:
+    body = f"""
+loader = iter(DataLoader({data}, 5))
+for _ in range(6):
+    accumulated([next(loader), next(loader)], 2)
+"""
+    assert seen(tmp_path, body) == (2, 10)
+
+
+def test_batches_of_different_sizes(tmp_path: Path) -> None:
+    sizes = "[list(range(size)) for size in (2, 4, 9)] * 9"
+    batches = f"(batch for (batch,) in DataLoader(DATA, batch_sampler={sizes}))"
+    assert seen(tmp_path, f"accumulated({batches}, 1)") == (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("loader", "samples"),
+    [
+        ("DataLoader(DATA, 60)", 60),
+        ("DataLoader(DATA, 30)", None),  # the first step reads both
+        ("DataLoader(Stream((8,)), 500)", None),
+    ],
+)
+def test_short_epochs_that_are_read_to_their_end_first(
+    tmp_path: Path, loader: str, samples: int | None
+) -> None:
+    body = f"""
+def ahead(batches):
+    now = next(batches)
+    for following in batches:
+        yield now
+        now = following
+    yield now
+
+for _ in range(9):
+    accumulated(ahead(iter({loader})), 1)
+"""
+    assert seen(tmp_path, body) == (1, samples)
+
+
+def test_batches_for_other_ranks(tmp_path: Path) -> None:
+    """One rank reads for all, as Accelerate's `dispatch_batches` does."""
+    body = """
+torch.distributed.init_process_group(
+    "nccl", store=torch.distributed.HashStore(), rank=0, world_size=2
+)
+loader = iter(DataLoader(DATA, 5))
+accumulated((torch.cat([next(loader)[0], next(loader)[0]])[:5] for _ in range(6)), 1)
 """
     assert seen(tmp_path, body) == (1, None)

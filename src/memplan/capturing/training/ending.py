@@ -108,9 +108,9 @@ class Ending:
             try:
                 batch = read_on(loader)
             except StopIteration:
-                self.step_batches.ended(loader)
+                self.step_batches.ended(loader, early=self.draining)
                 raise
-            self.step_batches.gave(loader)
+            self.step_batches.gave(loader, self.state.copies_from_host)
             self.inputs.gave(loader, self.state.recorder.builder.step)
             self.later.gave(loader, batch, self.state.recorder.builder.step)
             return batch
@@ -232,6 +232,7 @@ class Ending:
 
     def model_runs(self, *, training: bool) -> None:
         """To be called for a root module that allocates on the device or has memory there."""
+        self.step_batches.model_runs(training=training)
         if training and self._forward_from is None:
             self.state.recorder.flush()
             self._forward_from = self.state.recorder.live_bytes
