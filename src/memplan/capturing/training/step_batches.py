@@ -8,7 +8,7 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils.data.dataloader import _DatasetKind
+from torch.utils.data import IterableDataset
 
 
 @dataclass(eq=False)
@@ -58,7 +58,7 @@ class StepBatches:
         several = one in self._waiting
         if several and copies == self._copies_before and reading._world_size > 1:
             one.waiting = math.nan  # perhaps some are for other ranks
-        one.unsure = several or reading._dataset_kind == _DatasetKind.Iterable
+        one.unsure = several or isinstance(reading._dataset, IterableDataset)
         self._waiting.pop(one, None)
         self._waiting[one] = None
         self._ran = self._ran_without_grad = False
@@ -78,7 +78,7 @@ class StepBatches:
         one = self._readings.pop(reading, _Reading())
         if self._ran and one in self._waiting:
             del self._waiting[one]
-        elif reading._dataset_kind == _DatasetKind.Iterable and not early:
+        elif isinstance(reading._dataset, IterableDataset) and not early:
             one.waiting = self._samples[one.step] = math.nan
 
     def backward(self, step: int, copies: int) -> None:
