@@ -149,6 +149,27 @@ def number_of_attributes() -> Holder:
     return lambda: len(vars(held)) / 2, put
 
 
+def truth_of(make: Any) -> Holder:
+    held = make()
+
+    def put(value: float) -> None:
+        held.clear()
+        if value > 1:
+            held["number"] = value
+
+    return lambda: 2.0 if held else 1.0, put
+
+
+@holder
+def truth_of_a_dictionary() -> Holder:
+    return truth_of(dict)
+
+
+@holder
+def truth_of_a_defaultdict() -> Holder:
+    return truth_of(lambda: collections.defaultdict(dict))
+
+
 @holder
 def order_of_an_ordered_dictionary() -> Holder:
     held = collections.OrderedDict(first=1.0, second=2.0)

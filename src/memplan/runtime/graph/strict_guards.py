@@ -37,7 +37,7 @@ import operator
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -78,6 +78,7 @@ _get_source: Callable[..., Any] = UserFunctionVariable.get_source
 _load: Callable[..., Any] = InstructionTranslatorBase._load_attr
 _get_attribute: Callable[..., Any] = GetAttrBuiltinVariable._call_getattr
 _get_item: Callable[..., Any] = ConstDictVariable.getitem_const_raise_exception_if_absent
+_as_constant: Callable[..., Any] = ConstDictVariable.as_python_constant
 _guard_keys: Callable[..., None] = ConstDictVariable.install_dict_keys_match_guard
 _mutate: Callable[..., None] = SideEffects.mutation
 _LISTS: tuple[Any, ...] = (lists.ListVariable, lists.DequeVariable)
@@ -91,6 +92,10 @@ _make_dupe_guard: Callable[..., Any] = getattr(builder, _DUPE)
 _call_wrapped: Callable[..., Any] = WrapperUserFunctionVariable.call_function
 _load_a_builtin: Callable[..., Any] = InstructionTranslatorBase.load_builtin_from_argval
 _make_key: Callable[..., None] = HashableTracker.__init__
+
+
+def _refuse(what: str, why: str) -> NoReturn:
+    unimplemented(gb_type=what, context="", explanation=why, hints=[])
 
 
 def _is(left: VariableTracker, right: VariableTracker) -> Any:
@@ -124,11 +129,8 @@ def _is_equal(self: Any, other: Any) -> bool:
         _guard(self)
         _guard(other)
     elif any(vars(object)["__eq__"] is not type(value).__eq__ for value in values):
-        unimplemented(
-            gb_type="keys that are compared by `__eq__`",
-            context=type(self.value).__name__,
-            explanation="Dynamo would compare which objects they are.",
-            hints=[],
+        _refuse(
+            "keys that are compared by `__eq__`", "Dynamo would compare which objects they are."
         )
     return bool(_equal(self, other))
 
@@ -166,12 +168,7 @@ def _get_above(self: Any, tx: Any, name: str) -> tuple[Any, Source | None]:
     )
     owner = ask()
     if owner is None or vars(owner)[name] is not value:
-        unimplemented(
-            gb_type="an attribute that counts as false",
-            context=name,
-            explanation="Dynamo would look for it in the next class.",
-            hints=[],
-        )
+        _refuse("an attribute that counts as false", "Dynamo would look for it in the next class.")
     _query((_owner, *ask.args), ask)
     if source is None and not hasattr(type(value), "__get__"):
         source = AttrSource(GlobalSource(tx.output.install_global_by_id("class", owner)), name)
@@ -187,12 +184,7 @@ def _owner(below: type, kind: type, name: str) -> type | None:
 def _load_attr(self: Any, attribute: Any) -> Any:
     of = self.stack[-1]
     if attribute == "_base" and isinstance(of, TensorVariable):
-        unimplemented(
-            gb_type="a tensor's `_base`",
-            context="",
-            explanation="No guard compares of what a tensor is a view.",
-            hints=[],
-        )
+        _refuse("a tensor's `_base`", "No guard compares of what a tensor is a view.")
     try:
         return _load(self, attribute)
     except ObservedAttributeError:
@@ -349,11 +341,9 @@ def _call_cached(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]
             result = ask()
         known = ConstantVariable.is_literal(result)
     if not known or self.self_args():
-        unimplemented(
-            gb_type="a function with a cache",
-            context=str(cached),
-            explanation="Dynamo would run it again in each call, whatever is in its cache.",
-            hints=[],
+        _refuse(
+            "a function with a cache",
+            "Dynamo would run it again in each call, whatever is in its cache.",
         )
     _query((cached, repr((given, named))), ask)
     return ConstantVariable.create(result)
@@ -372,6 +362,12 @@ def pop_queries() -> list[Query]:
     found = list(_queries.values())
     _queries.clear()
     return found
+
+
+def _dict_as_constant(self: Any) -> Any:
+    """Guard the keys of a dict that becomes a constant, as an empty one does for its truth."""
+    self.install_dict_keys_match_guard()
+    return _as_constant(self)
 
 
 def _guard(one: VariableTracker, how: Any = GuardBuilder.ID_MATCH) -> None:
@@ -425,6 +421,7 @@ PATCHES: list[tuple[Any, str, Any]] = [
     (GetAttrBuiltinVariable, _get_attribute.__name__, _getattr),
     (ConstDictVariable, _get_item.__name__, _getitem),
     (ConstDictVariable, _guard_keys.__name__, _guard_keys_in_order),
+    (ConstDictVariable, _as_constant.__name__, _dict_as_constant),
     *((of, "call_method", _extending(of.call_method)) for of in _LISTS),
     (OutputGraph, _prune.__name__, _prune_inputs),
     (SideEffects, _mutate.__name__, _mutation),
