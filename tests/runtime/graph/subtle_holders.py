@@ -6,6 +6,7 @@ from __future__ import annotations
 import _abc  # type: ignore[import-not-found]
 import abc
 import collections
+import copy
 import dataclasses
 import importlib
 import importlib.metadata
@@ -168,6 +169,12 @@ def truth_of_a_dictionary() -> Holder:
 @holder
 def truth_of_a_defaultdict() -> Holder:
     return truth_of(lambda: collections.defaultdict(dict))
+
+
+@holder
+def copy_of_an_ordered_dictionary() -> Holder:
+    held = collections.OrderedDict(number=1.0)
+    return lambda: sum(copy.copy(held).values()), lambda value: held.__setitem__("number", value)
 
 
 @holder

@@ -201,6 +201,9 @@ def _same_object(source: Source, known: Source | None) -> Any:
 
 
 def _getattr(self: Any, tx: Any, args: Sequence[VariableTracker], kwargs: Any) -> Any:
+    kind = args[0].python_type() if args[1].as_python_constant() == "__reduce_ex__" else object
+    if issubclass(kind, (dict, list)):
+        _refuse("a copy of a container", "Dynamo (PyTorch 2.13) would leave out what is in it.")
     try:
         return _get_attribute(self, tx, args, kwargs)
     except ObservedAttributeError:
