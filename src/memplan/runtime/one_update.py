@@ -56,11 +56,19 @@ def each_by_itself(optimizer: Optimizer) -> bool:
         and not optimizer._optimizer_step_post_hooks
         and not others_see_steps()
         and not any(group.get("differentiable") for group in optimizer.param_groups)
+        # An option that computes what it is may depend on what the loss changes.
+        and all(map(_is_plain, optimizer.param_groups))
         # Its foreach norms are reduced in an order that depends on the list of parameters.
         and not (
             kind is Adafactor and any(group.get("foreach") for group in optimizer.param_groups)
         )
     )
+
+
+def _is_plain(group: dict[str, Any]) -> bool:
+    """Whether a group and its options are of no class of the user's."""
+    kinds = map(type, (group, *group.values()))
+    return all(k.__module__.partition(".")[0] in ("builtins", "torch", "numpy") for k in kinds)
 
 
 def _is_as_it_was(step: Any) -> bool:

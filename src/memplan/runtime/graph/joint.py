@@ -286,8 +286,10 @@ def loss_gradient(joint: fx.GraphModule) -> torch.Tensor:
     """A fake tensor like the gradient of the loss."""
     tangents = list(filter(is_tangent, joint.graph.find_nodes(op="placeholder")))
     if len(tangents) != 1:
-        # The function returns them, stores them in an object, or writes into a parameter.
-        raise UncapturedError("several tensors that require a gradient are there afterwards")
+        raise UncapturedError(
+            "the loss leaves other tensors that require a gradient: it returns them, keeps them in "
+            "an object, or writes into a parameter"
+        )
     like: torch.Tensor = tangents[0].meta["val"]
     check_loss(like)
     return like

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 from torch import fx
 from torch._C._dynamo.eval_frame import reset_code
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -119,6 +120,9 @@ class StepCapture:
 
     def _backend(self, module: Any, primals: list[Any], **_options: Any) -> Callable[..., Any]:
         if why := USER_CALLS.end() or refusal(module) or wraps_several_tensors(primals):
+            raise UncapturedError(why)
+        used = self._updates.objects(in_graph=self._setup.updates_in_graph())
+        if why := _side_effect_refusal(used):
             raise UncapturedError(why)
         with self.guards.compiling():
             try:
@@ -252,8 +256,8 @@ class StepCapture:
         """Why inputs cannot be passed to a graph, which assumes that they do not share memory that
         is written; empty where they can."""
         spans = []
-        others = set()
-        """Memory of inputs that no optimizer trains."""
+        others, changed = set(), set()
+        """Memory of inputs that no optimizer trains; of those that are written."""
         for place, one in enumerate(inputs):
             if isinstance(one, torch.Tensor) and one.layout is torch.strided and one.numel():
                 start = one.data_ptr()
@@ -261,9 +265,14 @@ class StepCapture:
                 spans.append((start, start + _extent(one), trained or place in written))
                 if not trained:
                     others.add(one.untyped_storage().data_ptr())
+                if place in written:
+                    changed.add(one.untyped_storage().data_ptr())
         for one in self._updates.written() if others else ():
             if one.layout is torch.strided and one.untyped_storage().data_ptr() in others:
                 return "the loss depends on optimizer state or gradients, which the step changes"
+        for one in self._updates.options() if changed else ():
+            if one.untyped_storage().data_ptr() in changed:
+                return "the loss changes a tensor among its optimizer's options, such as lr"
         spans.sort()
         end, held = 0, False
         for start, stop, writes in spans:
@@ -295,6 +304,18 @@ def _with_own_code(loss_fn: Callable[..., Any]) -> FunctionType:
     assert isinstance(captured, FunctionType)
     captured.__code__ = captured.__code__.replace()
     return captured
+
+
+def _side_effect_refusal(used: Container[int]) -> str:
+    """Why the traced function's side effects, for which Dynamo lets the graph end first, would come
+    too late; empty where they do not. `used`: ids of objects that the graph's updates use."""
+    effects = InstructionTranslator.current_tx().output.side_effects
+    if effects.tensor_hooks:
+        return "the loss puts a hook on a tensor that is there before the call"
+    changed = (key for key, one in effects.id_to_variable.items() if effects.is_modified(one))
+    if any(key in used for key in changed):
+        return "the loss changes its optimizer or a gradient, which the step uses"
+    return ""
 
 
 def _results(module: fx.GraphModule) -> int:

@@ -107,6 +107,22 @@ class Updates:
             for state in optimizer.state.values():
                 yield from (one for one in state.values() if isinstance(one, torch.Tensor))
 
+    def options(self) -> Iterator[torch.Tensor]:
+        """Tensors among the optimizers' options, which updates that are part of the graph read."""
+        for optimizer in self.optimizers if self.in_graph else ():
+            for group in optimizer.param_groups:
+                yield from tensors([value for key, value in group.items() if key != "params"])
+
+    def objects(self, *, in_graph: bool) -> set[int]:
+        """Ids of the objects whose change would be one of the coming update: parameters, for their
+        gradients; where updates are part of the graph also all that the optimizers have."""
+        found = set(map(id, self.parameters()))
+        for optimizer in self.optimizers if in_graph else ():
+            found |= {id(optimizer), *map(id, vars(optimizer).values())}
+            for held in (*optimizer.param_groups, *optimizer.state.values()):
+                found |= {id(held), *map(id, held.values())}
+        return found
+
     def each_by_itself(self) -> bool:
         """Whether a step updates each parameter once and by itself, without hooks around it."""
         ids = list(map(id, self.parameters()))
