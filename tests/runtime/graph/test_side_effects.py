@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tests.runtime.graph.training import (
     Job,
     assert_as_plain,
+    assert_captured,
     batches,
     captures_steps,
     perceptron,
@@ -129,3 +130,24 @@ def test_the_reasons(effect: Effect, words: str) -> None:
 def test_options_may_change_where_the_update_comes_after_the_graph() -> None:
     step, _ = assert_as_plain(lambda: with_effect(of_a_group_in_another_place), clip_grad_norm=1.0)
     assert not step.report().fallback
+
+
+@captures_steps
+def test_options_may_be_read() -> None:
+    """Before the parameters, and again after a change of them."""
+
+    def job() -> Job:
+        model = perceptron()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+            scale = 1 + optimizer.param_groups[0]["lr"]
+            return F.cross_entropy(model(x), y) * scale
+
+        def between(number: int) -> None:
+            optimizer.param_groups[0]["lr"] = 0.1 if number < 2 else 0.05
+
+        return Job(model, [optimizer], loss_fn, batches((5, 6)), between)
+
+    step, _ = assert_as_plain(job)
+    assert_captured(step, calls=4, programs=2)

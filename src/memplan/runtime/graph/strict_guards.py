@@ -425,6 +425,8 @@ PATCHES: list[tuple[Any, str, Any]] = [
     (ConstDictVariable, _get_item.__name__, _getitem),
     (ConstDictVariable, _guard_keys.__name__, _guard_keys_in_order),
     (ConstDictVariable, _as_constant.__name__, _dict_as_constant),
+    # Parameters of an optimizer that was looked at would be constants of the graph.
+    (builder, "get_static_address_type", lambda _tensor: None),
     *((of, "call_method", _extending(of.call_method)) for of in _LISTS),
     (OutputGraph, _prune.__name__, _prune_inputs),
     (SideEffects, _mutate.__name__, _mutation),
