@@ -151,3 +151,20 @@ def test_options_may_be_read() -> None:
 
     step, _ = assert_as_plain(job)
     assert_captured(step, calls=4, programs=2)
+
+
+@captures_steps
+def test_gradients_of_earlier_calls_are_the_reason() -> None:
+    def job() -> Job:
+        model = perceptron()
+        weight: Any = next(model.parameters())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+            loss = F.cross_entropy(model(x), y)
+            return loss if weight.grad is None else loss * (1 + weight.grad.norm())
+
+        return Job(model, [optimizer], loss_fn, batches((5, 6)))
+
+    step, _ = assert_as_plain(job, accumulate=2)
+    assert "reads a gradient of an earlier call" in step.report().fallback

@@ -183,8 +183,14 @@ def _owner(below: type, kind: type, name: str) -> type | None:
 
 def _load_attr(self: Any, attribute: Any) -> Any:
     of = self.stack[-1]
-    if attribute == "_base" and isinstance(of, TensorVariable):
-        _refuse("a tensor's `_base`", "No guard compares of what a tensor is a view.")
+    if isinstance(of, TensorVariable):
+        why = ""
+        if attribute == "_base":
+            why = "No guard compares of what a tensor is a view."
+        elif attribute == "grad" and of.proxy.node.meta["example_value"].grad is not None:
+            why = "The loss reads a gradient of an earlier call, which the step changes."
+        if why:
+            _refuse(f"a tensor's `{attribute}`", why)
     try:
         return _load(self, attribute)
     except ObservedAttributeError:
