@@ -133,6 +133,20 @@ def test_options_may_change_where_the_update_comes_after_the_graph() -> None:
 
 
 @captures_steps
+def test_a_model_that_its_optimizer_knows_may_count_calls() -> None:
+    def count(model: Any, _: torch.optim.Optimizer) -> None:
+        model.calls += 1
+
+    def job() -> Job:
+        made = with_effect(count)
+        made.optimizers[0].model = made.model  # type: ignore[attr-defined]
+        made.model.calls = torch.tensor(0)
+        return made
+
+    assert not assert_as_plain(job)[0].report().fallback
+
+
+@captures_steps
 def test_options_may_be_read() -> None:
     """Before the parameters, and again after a change of them."""
 

@@ -114,13 +114,13 @@ class Updates:
                 yield from tensors([value for key, value in group.items() if key != "params"])
 
     def objects(self, *, in_graph: bool) -> set[int]:
-        """Ids of the objects whose change would be one of the coming update: parameters, for their
-        gradients; where updates are part of the graph also all that the optimizers have."""
+        """Ids of objects that the coming update uses: parameters, for their gradients; where
+        updates are part of the graph also what the optimizers have."""
         found = set(map(id, self.parameters()))
         for optimizer in self.optimizers if in_graph else ():
-            found |= {id(optimizer), *map(id, vars(optimizer).values())}
-            for held in (*optimizer.param_groups, *optimizer.state.values()):
-                found |= {id(held), *map(id, held.values())}
+            for held in (vars(optimizer), *optimizer.param_groups, *optimizer.state.values()):
+                lasting = (one for one in held.values() if isinstance(one, (dict, list)))
+                found |= {id(optimizer), id(held), *map(id, lasting)}
         return found
 
     def each_by_itself(self) -> bool:
