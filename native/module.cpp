@@ -16,6 +16,7 @@
 #include "packing/bindings.hpp"
 #include "planned/bindings.hpp"
 #include "recompute/bindings.hpp"
+#include "sandbox/file_calls.hpp"
 
 namespace nb = nanobind;
 using namespace memplan::caching;
@@ -179,6 +180,7 @@ NB_MODULE(_native, m) {
         "The numbers of the modules that have one of these objects, by their ids, as an attribute.");
   memplan::order::bind(m);
   memplan::order::bind_min_cut(m);
+  memplan::sandbox::bind_file_calls(m);
   memplan::packing::bind(m);
   memplan::planned::bind(m);
   memplan::recompute::bind(m);

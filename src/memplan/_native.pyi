@@ -260,3 +260,12 @@ def improve_order(
     `cancel[0]` is no longer 0. Releases the GIL. Raises ValueError for columns that contradict each
     other and for what is no order.
     """
+
+def take_file_calls(answers: object, written: str) -> None:
+    """From now on, what native libraries do with paths is answered by attributes of `answers`:
+    `found(path, follow)` with the path of a file to read, and the functions of `os` of these names:
+    open, unlink, rmdir, mkdir, chmod, truncate, rename, link, symlink. Paths are bytes. What is read
+    from a directory that does not exist below the directory `written` is not asked about."""
+
+def give_back_file_calls() -> None:
+    """Undo `take_file_calls`."""

@@ -49,7 +49,8 @@ def test_tokenizers(empty: Path) -> None:
         (empty / "vocab.txt").write_text("[UNK]\nword")
         read = tokenizers.models.WordPiece.read_file(vocab=str(empty / "vocab.txt"))
         assert read == {"[UNK]": 0, "word": 1}
-        assert again.model.save(str(empty)) == []
+        assert again.model.save(str(empty)) == [str(empty / "vocab.json")]
+        assert (empty / "vocab.json").read_text() == '{"a":0,"b":1}'
         made = tokenizers.models.WordPiece(str(empty / "vocab.txt"), unk_token="[UNK]")
         again, kind = pickle.loads(pickle.dumps((made, tokenizers.models.WordPiece)))
         assert isinstance(again, kind)

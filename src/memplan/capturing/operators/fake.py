@@ -43,26 +43,11 @@ def run_fake(
     if fakes is None:
         fakes, has_real = tensors_among(args, kwargs)
     if has_real:
-        if func._schema.is_mutable:
-            for tensor in written_among(func, args, kwargs, torch.Tensor):
-                if not isinstance(tensor, FakeTensor):
-                    state.host.written(tensor)
-        args, kwargs, made = state.without_real(args, kwargs)
-        fakes = [*fakes, *made]
+        args, kwargs, fakes = _without_real(state, func, args, kwargs, fakes)
     mutable = func._schema.is_mutable
     values = state.values
     known = values.compute(func, args, kwargs, fakes) if mutable else None
-    recorder = state.recorder
-    builder = recorder.builder
-    if state.sizes.any:
-        state.sizes.begin(fakes, gradient_shapes(func, args))
-        if func is aten.cat.default:
-            state.sizes.join(*args, **kwargs)
-    name = state.acting or state.op_name(func)
-    builder.begin_op(name, reads=state.numbers_of(fakes), stream=recorder.stream)
-    if state.on_op is not None:
-        state.on_op(builder.op, func, args, kwargs)
-    result = _fake_kernel(state, func, args, kwargs)
+    result = _begun(state, func, args, kwargs, fakes)
     outputs = [result] if isinstance(result, FakeTensor) else flat(result)
     if not mutable and not func.is_view:
         known = values.compute(func, args, kwargs, fakes, outputs)
@@ -83,6 +68,7 @@ def run_fake(
                 values.forget(tensor)
         elif len(mutated) == 1 and not values.knows(mutated[0]):
             values.write(mutated[0], known)
+    builder = state.recorder.builder
     if func.is_view or func is _unsafe_view:
         builder.op_work(flops=0, moved_bytes=0)
     else:
@@ -102,6 +88,42 @@ def run_fake(
     if observer is not None:
         observer(state, func, args, kwargs, result)
     return result
+
+
+def _without_real(
+    state: CaptureState,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    fakes: list[FakeTensor],
+) -> tuple[tuple[Any, ...], dict[str, Any], list[FakeTensor]]:
+    """The arguments with fake tensors in place of real ones, and all fake tensors among them."""
+    if func._schema.is_mutable:
+        for tensor in written_among(func, args, kwargs, torch.Tensor):
+            if not isinstance(tensor, FakeTensor):
+                state.host.written(tensor)
+    args, kwargs, made = state.without_real(args, kwargs)
+    return args, kwargs, [*fakes, *made]
+
+
+def _begun(
+    state: CaptureState,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    fakes: list[FakeTensor],
+) -> Any:
+    """The operator's result, after its event was begun."""
+    if state.sizes.any:
+        state.sizes.begin(fakes, gradient_shapes(func, args))
+        if func is aten.cat.default:
+            state.sizes.join(*args, **kwargs)
+    recorder = state.recorder
+    name = state.acting or state.op_name(func)
+    recorder.builder.begin_op(name, reads=state.numbers_of(fakes), stream=recorder.stream)
+    if state.on_op is not None:
+        state.on_op(recorder.builder.op, func, args, kwargs)
+    return _fake_kernel(state, func, args, kwargs)
 
 
 def record_launch(

@@ -312,19 +312,15 @@ def set_metadata(view: View, path: str, follow: bool, change: Callable[[str], No
             change(copy_up(view, spot))
 
 
-def native_path(view: View, path: str, write: bool, keep: bool = True) -> str:
-    """The path at which a library that opens files itself must open `path`. For writing, the
+def native_path(view: View, path: str, keep: bool = True) -> str:
+    """The path at which a library whose calls are not taken must open `path` to change it: its
     directory is created in the overlay, and an existing file is first copied there if `keep` says
     that its content matters."""
-    if not write:
-        return view.reading(path)
     with view.lock:
         spot = view.locate(path)
         if spot.layer in (REAL, UPPER):
             return spot.disk
-        if spot.layer == LOWER and keep:
-            return copy_up(view, spot)
-        return view.room_for(spot.at, path)
+        return copy_up(view, spot) if spot.layer == LOWER and keep else view.room_for(spot.at, path)
 
 
 def disk_bytes(paths: Sequence[str]) -> dict[str, int]:

@@ -18,6 +18,7 @@ from memplan.capturing.sandbox import (
     audit,
     environment,
     libraries,
+    native_calls,
     network,
     patches,
 )
@@ -135,6 +136,7 @@ class Sandbox:
                 patch_mmap(undo, view)
                 view.on_write = Budget(self.note)
                 self._keep(patches.patch_files(undo, view))
+            stack.callback(native_calls.take(view))
             self._arm(undo, view)
             stack.callback(audit.disarm)
             _current = self

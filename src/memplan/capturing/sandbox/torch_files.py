@@ -101,8 +101,7 @@ def patch_torch(patches: Patches, view: View, saved: Saved) -> dict[int, Any]:
 
     def jit_save(m: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         if not saved.has_fake(dict(m.named_parameters()) | dict(m.named_buffers())):
-            target = native_path(view, os.fsdecode(f), True, keep=False) if _is_path(f) else f
-            real_jit_save(m, target, *args, **kwargs)
+            real_jit_save(m, f, *args, **kwargs)
             return
         # A scripted module cannot be copied without its data: it is itself what is loaded again.
         marker = saved.add(SavedObject(b"", []))
@@ -195,7 +194,7 @@ def patch_safetensors(
         if marker is not None:
             _write(filename, marker)
         else:
-            path = native_path(view, os.fsdecode(filename), True, keep=False)
+            path = native_path(view, os.fsdecode(filename), keep=False)
             real_save_file(tensors, path, metadata, **kwargs)
 
     def save(tensors: Any, metadata: Any = None, **kwargs: Any) -> Any:

@@ -350,7 +350,8 @@ class View:
 
     def hide(self, at: str) -> None:
         """Stop showing what the disk has at `at`."""
-        self.record([(jr.TOUCHED, posixpath.dirname(at)), (jr.HIDDEN, at)])
+        self.mirror(posixpath.dirname(at))
+        self.record([(jr.HIDDEN, at)])
 
     def after_fork(self) -> None:
         """Called in a forked child: another thread of the parent may have held the lock."""

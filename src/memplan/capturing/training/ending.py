@@ -101,35 +101,59 @@ class Ending:
 
     def install(self, patches: Patches, observer: JobObserver) -> None:
         """Let data loaders run dry on demand, until `patches.undo()`."""
+        self._install_in_loaders(patches)
+        self._install_in_iterators(patches)
+        observer.on_backward(self._before_backward)
+        self._loops.install(patches)
+
+    def _install_in_iterators(self, patches: Patches) -> None:
         iterator = dataloader._BaseDataLoaderIter
         real_next = iterator.__next__
+        real_index: Any = iterator._next_index
+        real_reset = iterator._reset
 
-        def next_batch(loader: Any) -> Any:
+        def next_batch(reading: Any) -> Any:
             try:
-                batch = read_on(loader)
+                batch = read_on(reading)
             except StopIteration:
-                self.step_batches.ended(loader, early=self.draining)
+                self.step_batches.ended(reading, early=self.draining)
                 raise
-            self.step_batches.gave(loader, self.state.copies_from_host)
-            self.inputs.gave(loader, self.state.recorder.builder.step)
-            self.later.gave(loader, batch, self.state.recorder.builder.step)
+            self.step_batches.gave(reading, self.state.copies_from_host)
+            self.inputs.gave(reading, self.state.recorder.builder.step)
+            self.later.gave(reading, batch, self.state.recorder.builder.step)
             return batch
 
-        def read_on(loader: Any) -> Any:
+        def read_on(reading: Any) -> Any:
             if self.whole_run is not None:
                 with suppress(LookupError):
-                    return self._fed(loader, self.whole_run)
+                    return self._fed(reading, self.whole_run)
             if self.draining:
-                self._allow(loader)
-            batch = real_next(loader)
-            self._reading.add(loader)
+                self._allow(reading)
+            batch = real_next(reading)
+            self._reading.add(reading)
             if self.whole_run is not None:
-                self.whole_run.gave(loader)
-                self._last = weakref.ref(loader)
+                self.whole_run.gave(reading)
+                self._last = weakref.ref(reading)
             return batch
 
+        def next_index(reading: Any) -> Any:
+            indices = real_index(reading)
+            self.step_batches.asked(reading, indices)
+            return indices
+
+        def reset(reading: Any, *args: Any, **kwargs: Any) -> None:
+            # Another epoch of an iterator whose workers persist: as if it were another iterator.
+            self._forget(reading)
+            real_reset(reading, *args, **kwargs)
+
+        patches.set(iterator, "__next__", next_batch)
+        patches.set(iterator, "_next_index", next_index)
+        patches.set(iterator, "_reset", reset)
+
+    def _install_in_loaders(self, patches: Patches) -> None:
         real_init: Any = dataloader.DataLoader.__init__
         real_iter: Any = dataloader.DataLoader.__iter__
+        real_next = dataloader._BaseDataLoaderIter.__next__
 
         @functools.wraps(real_init)
         def init(loader: Any, *args: Any, **kwargs: Any) -> None:
@@ -153,27 +177,8 @@ class Ending:
             self.later.opened(loader, iterator)
             return iterator
 
-        real_index: Any = iterator._next_index
-
-        def next_index(reading: Any) -> Any:
-            indices = real_index(reading)
-            self.step_batches.asked(reading, indices)
-            return indices
-
-        real_reset = iterator._reset
-
-        def reset(reading: Any, *args: Any, **kwargs: Any) -> None:
-            # Another epoch of an iterator whose workers persist: as if it were another iterator.
-            self._forget(reading)
-            real_reset(reading, *args, **kwargs)
-
         patches.set(dataloader.DataLoader, "__init__", init)
         patches.set(dataloader.DataLoader, "__iter__", read)
-        patches.set(iterator, "__next__", next_batch)
-        patches.set(iterator, "_next_index", next_index)
-        patches.set(iterator, "_reset", reset)
-        observer.on_backward(self._before_backward)
-        self._loops.install(patches)
 
     def look_ahead(self, steps: int, *, last: bool) -> None:
         """To be called after so many steps. With the last of the steps that differ from others,
