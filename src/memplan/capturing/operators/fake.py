@@ -55,7 +55,8 @@ def run_fake(
     recorder = state.recorder
     builder = recorder.builder
     if state.sizes.any:
-        state.sizes.begin(fakes, gradient_shapes(func, args))
+        new = func._opname.startswith("new_")
+        state.sizes.begin(fakes, gradient_shapes(func, args), from_numbers=new)
         if func is aten.cat.default:
             state.sizes.join(*args, **kwargs)
     name = state.acting or state.op_name(func)
