@@ -88,7 +88,7 @@ class Ending:
         self.another_training: Callable[[], None] = lambda: None
         """Called when another training begins."""
         self.optimizer_grows: Callable[[], int] = lambda: 0
-        """Bytes of parameters that a new optimizer has beyond those of earlier ones."""
+        """Bytes of parameters that an optimizer trains now beyond those that any has trained."""
         self._nothing_seen()
 
     def _nothing_seen(self) -> None:

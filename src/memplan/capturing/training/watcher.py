@@ -98,8 +98,7 @@ class StepWatcher:
         self._deadline = Deadline(_PATIENCE_SECONDS, cpu_time=True)
 
     def _optimizer_grows(self) -> int:
-        late = [self._trained_bytes(one) for one in self._made if one not in self._stepped]
-        return max(late, default=0) - self._most_trained
+        return max(map(self._trained_bytes, self._made), default=0) - self._most_trained
 
     def _trained_bytes(self, optimizer: torch.optim.Optimizer) -> int:
         return sum(
@@ -145,8 +144,7 @@ class StepWatcher:
         self.state.context.in_optimizer = step.within
         if step.closure:  # it has run the backward pass
             self._see_gradients(optimizer)
-        if optimizer not in self._stepped:
-            self._most_trained = max(self._most_trained, self._trained_bytes(optimizer))
+        self._most_trained = max(self._most_trained, self._trained_bytes(optimizer))
         self._stepped[optimizer] = self._stepped.get(optimizer, 0) + 1
         self._kinds.add(type(optimizer))
         kept = 0
