@@ -44,7 +44,8 @@ _STEPS_AHEAD = 1
 """Optimizer steps that may follow once the loader ran dry, on batches that were fetched before:
 Accelerate's loaders fetch one batch ahead, so that they know the last one when they return it."""
 _FORWARDS_AHEAD = 8
-"""The same for forward passes where no step is completed."""
+"""The same for forward passes where no step is completed, each with as many calls of modules as one
+that a backward pass follows."""
 _MORE = 1 << 20
 """A training that needs so many bytes more is followed, too."""
 _MOST_TRAININGS = 8
@@ -76,6 +77,8 @@ class Ending:
         self._most = (0, 0)
         """Bytes when a backward pass began, before the loaders ran dry: in all, and those that the
         forward passes since the last one had added."""
+        self._calls, self._most_calls = 0, 1
+        """Modules that the script itself called since a backward pass, and before most of them."""
         self._forward_from: int | None = None
         """Bytes when these forward passes began."""
         self._trainings = 1
@@ -97,7 +100,7 @@ class Ending:
         """Whether a loader has given batches that was not being read when all ran dry."""
         self._brought = False
         self._steps_left = _STEPS_AHEAD
-        self._forwards_left = _FORWARDS_AHEAD
+        self._forwards_left: float = _FORWARDS_AHEAD
 
     def install(self, patches: Patches, observer: JobObserver) -> None:
         """Let data loaders run dry on demand, until `patches.undo()`."""
@@ -236,13 +239,15 @@ class Ending:
         if training and self._forward_from is None:
             self.state.recorder.flush()
             self._forward_from = self.state.recorder.live_bytes
+        self._calls += training
         if not self.draining:
             return
         self._loops.leave()
         if not training:
             self._evaluated = True
         elif not self._evaluated:
-            self._forwards_left -= 1
+            if not self._kept:  # else its loader is read to its end
+                self._forwards_left -= 1 / self._most_calls
             if self._forwards_left < 0:
                 self.stop()
         self._watch_time()
@@ -262,6 +267,7 @@ class Ending:
             self._most = max(self._most[0], held[0]), max(self._most[1], held[1])
         elif self._loops.used:
             self._loops.leave()
+            self._most_calls, self._calls = max(self._most_calls, self._calls), 0
             if self._loops.passed and self._is_more(held):
                 self._train_on()
             elif not self._loops.trains_again():
