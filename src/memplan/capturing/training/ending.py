@@ -27,7 +27,7 @@ from memplan.capturing.enough import EnoughSeen
 from memplan.capturing.patches.attributes import Patches
 from memplan.capturing.patches.job_observer import JobObserver
 from memplan.capturing.state import CaptureState
-from memplan.capturing.training.brought_forward import bring_forward
+from memplan.capturing.training.brought_forward import bring_forward, later_conditions
 from memplan.capturing.training.host_draws import HostDraws
 from memplan.capturing.training.input_time import InputTimes
 from memplan.capturing.training.later_epochs import LaterEpochs
@@ -88,6 +88,8 @@ class Ending:
         self._largest = 0
         """The size of the largest batch of the loaders that it has read; `sys.maxsize` if one of
         them has no size."""
+        self._conditions: list[str] = []
+        """What the loop around the step will decide otherwise in later steps."""
         self.another_training: Callable[[], None] = lambda: None
         """Called when another training begins."""
         self.optimizer_grows: Callable[[], int] = lambda: 0
@@ -217,13 +219,14 @@ class Ending:
             return
         self._drain()
         self._loops.stepped()
-        if self.whole_run is not None and not self.whole_run.fetches_ahead:
+        if self.whole_run is None or not self.whole_run.fetches_ahead:
             self._bring_forward()
 
     def _bring_forward(self) -> None:
         """Bring forward what the training loop does every so many steps."""
         if not self._brought:
             self._brought = True
+            self._conditions = later_conditions(sys._getframe(1))
             bring_forward(sys._getframe(1))
 
     def _drain(self) -> None:
@@ -236,10 +239,10 @@ class Ending:
     def model_runs(self, *, training: bool) -> None:
         """To be called for a root module that allocates on the device or has memory there."""
         self.step_batches.model_runs(training=training)
+        self._calls += training
         if training and self._forward_from is None:
             self.state.recorder.flush()
             self._forward_from = self.state.recorder.live_bytes
-        self._calls += training
         if not self.draining:
             return
         self._loops.leave()
@@ -264,10 +267,10 @@ class Ending:
         self._forward_from = None
         held = alive, alive - begun
         if not self.draining:
+            self._most_calls, self._calls = max(self._most_calls, self._calls), 0
             self._most = max(self._most[0], held[0]), max(self._most[1], held[1])
         elif self._loops.used:
             self._loops.leave()
-            self._most_calls, self._calls = max(self._most_calls, self._calls), 0
             if self._loops.passed and self._is_more(held):
                 self._train_on()
             elif not self._loops.trains_again():
@@ -407,7 +410,9 @@ class Ending:
     def notes(self) -> list[str]:
         """Notes about loaders that were read ahead, and about one that was not read but has batches
         larger than all seen."""
-        ahead = self.whole_run.notes if self.whole_run is not None else []
+        ahead = [*self.whole_run.notes] if self.whole_run is not None else []
+        if several := ", ".join(dict.fromkeys(self._conditions)):
+            ahead.append(f"later steps may do other things, which were not seen: {several}")
         unread = max(self._unread.values(), default=0)
         if unread <= self._largest:
             return ahead
@@ -421,6 +426,11 @@ class Ending:
     def skipped_turns(self) -> bool:
         """Whether loops around the training were ended, with what they would train yet."""
         return self._loops.skipped
+
+    @property
+    def reads_some(self) -> bool:
+        """Whether loaders were read, and only as far as steps differed."""
+        return self.whole_run is None and self._largest > 0
 
     @property
     def left_a_call(self) -> bool:

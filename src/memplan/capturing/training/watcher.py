@@ -358,6 +358,8 @@ class StepWatcher:
         if self.enough and self.max_steps is None:
             seen = self.ending is not None and self.ending.saw_evaluation
             later = [] if seen else ["an evaluation in mid-epoch"]
+            if self.ending is not None and self.ending.reads_some:
+                later.append("larger batches, which --whole-run looks for")
             later.append("layers unfrozen")
             if self.ending is not None and self.ending.skipped_turns:
                 later.append("further turns of the loops around the training")
