@@ -75,7 +75,7 @@ def test_conditions_that_later_steps_decide_otherwise() -> None:
     late, total = 300, 0
     for turn in range(2):
         size = 64 if turn < 200 else 128
-        total += size
+        total += size * min(1 + turn // 100, 8)
         if turn == 1:
             found = later_conditions(sys._getframe())
         if turn > 0 and total >= 100:
@@ -85,5 +85,5 @@ def test_conditions_that_later_steps_decide_otherwise() -> None:
         if turn >= 100_000:
             break
     texts = [one.partition(" (")[0] for one in found]
-    assert sorted(texts) == ["late <= turn", "turn < 200", "turn == late"]
+    assert sorted(texts) == ["late <= turn", "turn // 100", "turn < 200", "turn == late"]
     assert all("test_brought_forward.py:" in one for one in found)

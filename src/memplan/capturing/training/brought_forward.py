@@ -41,8 +41,9 @@ def bring_forward(frame: FrameType | None) -> int:
 
 
 def later_conditions(frame: FrameType | None) -> list[str]:
-    """Conditions in the loop around a step, in `frame` and its callers, that a counter of that loop
-    will decide otherwise: `step < 1000 (train.py:7)`. Those with which a loop ends are none."""
+    """Conditions and stages of the loop around a step, in `frame` and its callers, that a counter
+    will decide otherwise: `step < 1000 (train.py:7)`, `step // 1000 (train.py:8)`.
+    Conditions with which a loop ends are none."""
     found = []
     while frame is not None:
         if not is_installed(frame.f_code.co_filename):
@@ -51,14 +52,16 @@ def later_conditions(frame: FrameType | None) -> list[str]:
                 found += [
                     f"{ast.unparse(one)} ({shown_path(frame.f_code.co_filename)}:{one.lineno})"
                     for one in ast.walk(test)
-                    if isinstance(one, ast.Compare) and _is_ahead(one, counters, frame)
+                    if isinstance(one, ast.Compare) or one is test
+                    if _is_ahead(one, counters, frame)
                 ]
         frame = frame.f_back
     return found
 
 
 def _tests(loops: list[ast.For | ast.While]) -> Iterator[tuple[ast.expr, set[str]]]:
-    """Conditions in the outermost loop, with the counters of the innermost and of its turns."""
+    """Conditions and whole divisions in the outermost loop, with the counters of the innermost and
+    of its turns."""
     inner = max(loops, key=lambda one: one.lineno)
     named = ast.walk(inner.target) if isinstance(inner, ast.For) else ()
     counters = {one.id for one in named if isinstance(one, ast.Name)}
@@ -68,13 +71,18 @@ def _tests(loops: list[ast.For | ast.While]) -> Iterator[tuple[ast.expr, set[str
         ends = isinstance(node, ast.If) and isinstance(node.body[-1], ast.Break | ast.Return)
         if isinstance(node, ast.If | ast.IfExp) and not ends:
             yield node.test, counters
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
+            yield node, counters
 
 
-def _is_ahead(compared: ast.Compare, counters: set[str], frame: FrameType) -> bool:
-    """Whether a counter is compared with a number that it has yet to reach."""
-    if not all(isinstance(node, _ARITHMETIC) for node in ast.walk(compared)):
+def _is_ahead(tested: ast.expr, counters: set[str], frame: FrameType) -> bool:
+    """Whether a counter is compared with, or divided by, a number that it has yet to reach."""
+    if not all(isinstance(node, _ARITHMETIC) for node in ast.walk(tested)):
         return False
-    for one, other in permutations((compared.left, compared.comparators[0])):
+    if not isinstance(tested, ast.Compare | ast.BinOp):
+        return False
+    right = tested.comparators[0] if isinstance(tested, ast.Compare) else tested.right
+    for one, other in permutations((tested.left, right)):
         if isinstance(one, ast.Name) and one.id in counters:
             now, then = (
                 _computed(side, {**frame.f_globals, **frame.f_locals}) for side in (one, other)
