@@ -477,3 +477,25 @@ with torch.no_grad():
     forward(torch.randn(2048, 512))
 """
     assert _largest(run(tmp_path, body), Phase.EVALUATION) == 4 * 2048 * 512
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_models_of_all_folds_that_are_kept(tmp_path: Path, keeps: bool) -> None:
+    body = f"""
+kept = []
+for fold in range(4):
+    model = nn.Linear(512, 512).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for epoch in range(3):
+        for (batch,) in loader:
+{indented("batch", 12)}
+    kept.append((model, optimizer) if {keeps} else None)
+with torch.no_grad():
+    forward(torch.randn(4096, 512))
+"""
+    trace = run(tmp_path, body)
+    states = trace.storages.role[trace.events.storage] == Role.OPTIMIZER_STATE
+    made = (states & (trace.events.bytes == 4 * 512 * 512)).sum()
+    assert made >= (4 if keeps else 1)
+    assert _largest(trace, Phase.EVALUATION) == 4 * 4096 * 512
+    assert trace.meta.optimizer_steps <= (4 * (3 + 3) if keeps else 3 + 3 + 3)

@@ -27,6 +27,7 @@ from memplan.capturing.enough import EnoughSeen
 from memplan.capturing.patches.attributes import Patches
 from memplan.capturing.patches.job_observer import JobObserver
 from memplan.capturing.state import CaptureState
+from memplan.capturing.training.batch_sizes import BatchSizes
 from memplan.capturing.training.brought_forward import bring_forward, later_conditions
 from memplan.capturing.training.host_draws import HostDraws
 from memplan.capturing.training.input_time import InputTimes
@@ -82,16 +83,15 @@ class Ending:
         self._forward_from: int | None = None
         """Bytes when these forward passes began."""
         self._trainings = 1
-        self._unread: dict[int, int] = {}
-        """Numbers of batches of loaders that the script created but has not read yet, by identity:
-        the loaders may be gone when the script is."""
-        self._largest = 0
-        """The size of the largest batch of the loaders that it has read; `sys.maxsize` if one of
-        them has no size."""
+        self._sizes = BatchSizes()
         self._conditions: list[str] = []
         """What the loop around the step will decide otherwise in later steps."""
         self.another_training: Callable[[], None] = lambda: None
         """Called when another training begins."""
+        self._begun_with: int | None = None
+        """Bytes when a loader was first opened for a training."""
+        self.optimizer_is_new: Callable[[], bool] = lambda: False
+        """Whether an optimizer has yet to step."""
         self.optimizer_grows: Callable[[], int] = lambda: 0
         """Bytes of parameters that an optimizer trains now beyond those that any has trained."""
         self._nothing_seen()
@@ -139,18 +139,17 @@ class Ending:
         @functools.wraps(real_init)
         def init(loader: Any, *args: Any, **kwargs: Any) -> None:
             real_init(loader, *args, **kwargs)
-            self._unread[id(loader)] = _batch_size(loader)
+            self._sizes.made(loader)
 
         def first_batch(loader: Any) -> Any:
             return real_next(real_iter(loader))
 
         @functools.wraps(real_iter)
         def read(loader: Any) -> Any:
-            self._unread.pop(id(loader), None)
-            self._largest = max(self._largest, _batch_size(loader) or sys.maxsize)
+            self._sizes.read(loader)
             if self.whole_run is not None:
                 return self.whole_run.opened(loader, real_iter)
-            if self.optimizer_grows() <= _MORE and self.later.skips(loader, first_batch):
+            if not self._trains_on_top() and self.later.skips(loader, first_batch):
                 if self.later.are_endless:
                     self.stop()
                 return iter(())
@@ -179,6 +178,19 @@ class Ending:
         patches.set(iterator, "_reset", reset)
         observer.on_backward(self._before_backward)
         self._loops.install(patches)
+
+    def _trains_on_top(self) -> bool:
+        """Whether the training that a loader is opened for needs more memory than one before, by
+        its optimizer or because what an earlier one made is kept."""
+        self.state.recorder.flush()
+        alive = self.state.recorder.live_bytes
+        if self._begun_with is None:
+            self._begun_with = alive
+        if self.optimizer_is_new() and alive > self._begun_with + _MORE and self.later.begun:
+            self._begun_with = alive
+            self._steps_left, self._forwards_left = _BATCHES_AFTER, _FORWARDS_AHEAD
+            return True
+        return self.optimizer_grows() > _MORE
 
     def look_ahead(self, steps: int, *, last: bool) -> None:
         """To be called after so many steps. With the last of the steps that differ from others,
@@ -413,14 +425,7 @@ class Ending:
         ahead = [*self.whole_run.notes] if self.whole_run is not None else []
         if several := ", ".join(dict.fromkeys(self._conditions)):
             ahead.append(f"later steps may do other things, which were not seen: {several}")
-        unread = max(self._unread.values(), default=0)
-        if unread <= self._largest:
-            return ahead
-        return [
-            *ahead,
-            f"a data loader with batches of {unread:,} was made and not read (those that were read "
-            f"have batches of {self._largest:,}): what runs on it may need more: --steps N",
-        ]
+        return [*ahead, *self._sizes.notes()]
 
     @property
     def skipped_turns(self) -> bool:
@@ -430,7 +435,7 @@ class Ending:
     @property
     def reads_some(self) -> bool:
         """Whether loaders were read, and only as far as steps differed."""
-        return self.whole_run is None and self._largest > 0
+        return self.whole_run is None and self._sizes.any_read
 
     @property
     def left_a_call(self) -> bool:
@@ -442,9 +447,3 @@ class Ending:
         """Whether anything ran without gradients on another loader since loaders ran dry, or after
         a loop without one."""
         return self._evaluated and (self._opened_another or self._loops.used)
-
-
-def _batch_size(loader: Any) -> int:
-    """The batch size, also of a loader that is given its batch sampler, as Accelerate's are; 0
-    where it has none, as for batches of different sizes."""
-    return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 0
