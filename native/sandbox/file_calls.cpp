@@ -62,6 +62,15 @@ bool asks(const char* path) {
   return !text.starts_with("/dev/") && !text.starts_with("/proc/") && !text.starts_with("/sys/");
 }
 
+// A folder's path from the root, as the script sees it; links stay.
+std::string absolute(const std::string& folder) {
+  char cwd[PATH_MAX];
+  if (folder[0] == '/' || ::getcwd(cwd, sizeof cwd) == nullptr) return folder;
+  const std::string& written = *overlay.load();
+  const std::string_view from(cwd);
+  return std::string(from.substr(from.starts_with(written) ? written.size() : 0)) + "/" + folder;
+}
+
 // Where a file to read is, as far as it is known without Python; none where Python has to be asked.
 // Where nothing was written or deleted beside it, links resolved, it is the disk's own. A thread that
 // Python does not know never asks, as the one that has Python's lock may be waiting for it: it sees
@@ -76,7 +85,7 @@ std::optional<std::string> known_place(const char* path) {
   const bool on_disk = ::realpath(folder.c_str(), resolved) != nullptr &&
                        !std::string_view(resolved).starts_with(written);
   if (may_ask && !on_disk) return std::nullopt;
-  const std::string beside = written + "/" + (on_disk ? resolved : folder);
+  const std::string beside = written + (on_disk ? resolved : absolute(folder));
   if (::access(beside.c_str(), F_OK) != 0) return path;
   if (may_ask) return std::nullopt;
   const std::string there = beside + "/" + std::string(text.substr(slash + 1));

@@ -331,6 +331,8 @@ class CaptureSession:
         said what is to be run."""
         if torch.is_grad_enabled() or self.state.context.in_optimizer:
             return False
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            return False
         return self.steps.ending is not None and self.options.steps is None
 
     def _name_parameters(self, root: torch.nn.Module) -> bool:

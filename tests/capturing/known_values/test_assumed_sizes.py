@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -141,9 +143,9 @@ def test_pairs_of_selected_rows_and_channels_that_are_as_many() -> None:
     rows = 256
 
     def job() -> None:
-        x = torch.randn(2 * rows, rows, device="cuda")
+        x, weight = (torch.randn(more * rows, rows, device="cuda") for more in (2, 1))
         kept = x[x.sum(1) > 0]
-        torch.nn.functional.linear(kept, torch.randn(rows, rows, device="cuda")).exp()
+        torch.nn.functional.linear(kept, weight).exp()
         torch.cdist(kept[:, :3], kept[:, :3], compute_mode="donot_use_mm_for_euclid_dist").sin()
 
     once, twice = (rows * rows * 4 * more for more in (2, 4))
@@ -164,3 +166,36 @@ def test_the_most_rows_of_what_is_joined_add_up() -> None:
     trace = record(job)
     assert bounds(trace, "exp") == {(POINTS // 8 * 5 * ROW, POINTS // 4 * 5 * ROW)}
     assert bounds(trace, "sin") == {(POINTS // 2 * 3 * ROW, POINTS * 2 * ROW)}
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda points, keep: torch.zeros(len(points[keep]), WIDTH, device="cuda"),
+        lambda points, keep: points.new_zeros(points[keep].shape[0], WIDTH),
+        lambda points, keep: torch.zeros(int(keep.sum()), WIDTH, device="cuda"),
+        lambda points, keep: torch.zeros(keep.count_nonzero().item(), WIDTH, device="cuda"),
+    ],
+)
+def test_what_is_made_from_a_number_of_rows_may_have_all_rows(
+    made: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    def job() -> None:
+        points = torch.randn(POINTS, WIDTH, device="cuda")
+        made(points, points.sum(1) > 0).exp()
+        torch.zeros(POINTS // 4, WIDTH, device="cuda").cos()
+
+    trace = record(job)
+    of_all = {(POINTS // 2 * ROW, POINTS * ROW)}
+    assert bounds(trace, "zeros") == bounds(trace, "exp") == of_all
+    assert not bounds(trace, "cos"), "a number that no mask selects"
+
+
+def test_the_largest_count_may_be_all_elements() -> None:
+    def job() -> None:
+        tokens = torch.randn(8, 1024, 2, device="cuda")
+        lengths = (tokens.sum(2) > 0).long().sum(dim=1)
+        tokens[:, : lengths.max().item()].exp()
+
+    (made,) = [one for one in record(job) if "exp" in one.op and one.kind == EventKind.ALLOC]
+    assert made.bytes == 4 * 8 * 1024 * 2

@@ -203,13 +203,21 @@ def test_through_a_link(native: Any, tmp_path: Path) -> None:
     assert read(native, tmp_path / "link" / "a") == b"text"
 
 
-def test_threads_of_native_code(native: Any, tmp_path: Path) -> None:
+def test_threads_of_native_code(
+    native: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that is waited for with the interpreter's lock held can read."""
     path = tmp_path / "a"
     assert native.put_in_a_thread(os.fsencode(path), b"text", os.O_CREAT) == 4
     assert read(native, path, "get_in_a_thread") == b"text"
     holding = ctypes.PyDLL(native._name)
     assert read(holding, path, "get_in_a_thread") == b"text"
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "b").write_text("more")
+    for folder, name in ((tmp_path, "folder/b"), (tmp_path / "folder", "b")):
+        monkeypatch.chdir(folder)
+        assert read(holding, Path(name), "get_in_a_thread") == b"more"
+    monkeypatch.chdir("/")
     assert read(holding, Path(__file__), "get_in_a_thread") == Path(__file__).read_bytes()[:64]
 
 

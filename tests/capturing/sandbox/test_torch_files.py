@@ -181,6 +181,11 @@ def test_scripted_modules(tmp_path: Path) -> None:
         assert torch.jit.load(tmp_path / "x.ts")(torch.zeros(1, 2)).shape == (1, 3)
         torch.jit.save(torch.jit.script(torch.nn.Linear(2, 3, device="meta")), tmp_path / "y.ts")
         assert torch.jit.load(tmp_path / "y.ts").weight.shape == (3, 2)
+        scripted.save(tmp_path / "z.ts")
+        assert torch.jit.load(tmp_path / "z.ts")(torch.zeros(1, 2)).shape == (1, 3)
+        traced = torch.jit.trace(torch.nn.Linear(2, 3, device="meta"), torch.zeros(1, 2).to("meta"))
+        traced.save(str(tmp_path / "t.ts"))
+        assert torch.jit.load(tmp_path / "t.ts").weight.shape == (3, 2)
     assert os.listdir(tmp_path) == []
 
 

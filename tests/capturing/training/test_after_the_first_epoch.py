@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,9 +15,9 @@ from memplan.capturing.session import CaptureSession
 from memplan.capturing.training.ending import Ending
 from memplan.simulate import simulate
 from memplan.types.device import find_profile
-from memplan.types.trace import Role
+from memplan.types.trace import Phase, Role, Trace
 from tests import warm
-from tests.capturing.training.scripts import EPOCHS, run
+from tests.capturing.training.scripts import EPOCHS, HEAD, indented, run
 
 
 def test_memory_that_grows_is_said(tmp_path: Path) -> None:
@@ -397,3 +398,104 @@ def test_a_loader_of_larger_batches_that_was_not_read_is_said(tmp_path: Path) ->
         once = text.replace("{size}", str(size)).replace("range(10)", "range(1)")
         notes = run(tmp_path, once).meta.notes
         assert sum("batches of 4,096 was made and not read" in note for note in notes) == times
+
+
+def _largest(trace: Trace, phase: Phase) -> int:
+    return int(trace.events.bytes[trace.events.phase == phase].max())
+
+
+@pytest.mark.parametrize(
+    "loop", ["for number in range(5000):", "for number, _ in enumerate(DataLoader(range(5000))):"]
+)
+def test_an_evaluation_every_so_many_steps_is_seen(tmp_path: Path, loop: str) -> None:
+    body = f"""
+{loop}
+{indented("torch.randn(4, 512)", 4)}
+    if number % 1000 == 999:
+        with torch.no_grad():
+            forward(torch.randn(1024, 512))
+"""
+    assert _largest(run(tmp_path, body), Phase.EVALUATION) == 4 * 1024 * 512
+
+
+def test_layers_that_are_unfrozen_in_a_later_epoch_are_seen(tmp_path: Path) -> None:
+    body = f"""
+trunk = nn.Linear(512, 512).cuda().requires_grad_(False)
+optimizer = torch.optim.SGD([*trunk.parameters(), *model.parameters()], 0.1)
+for epoch in range(9):
+    if epoch == 5:
+        trunk.requires_grad_(True)
+    for (batch,) in loader:
+{indented("trunk(batch.cuda())", 8)}
+"""
+    trace = run(tmp_path, body)
+    of_gradients = trace.storages.role[trace.events.storage] == Role.GRADIENT
+    steps = trace.events.step[of_gradients & (trace.events.bytes == 4 * 512 * 512)]
+    assert np.bincount(steps).max() == 2 * 2, "two are allocated, and released"
+    assert trace.meta.optimizer_steps <= 4 + 4
+
+
+def test_conditions_on_later_steps_are_said(tmp_path: Path) -> None:
+    body = f"""
+for number in range(5000):
+    batch = torch.randn(4 if number < 3000 else 8, 512)
+{indented("batch", 4)}
+"""
+    (said,) = [one for one in run(tmp_path, body).meta.notes if "may do other things" in one]
+    assert "not seen: number < 3000 (" in said and said.endswith(
+        f"train.py:{HEAD.count(chr(10)) + 3})"
+    )
+
+
+def test_a_loop_that_keeps_graphs_is_seen_to_its_end(tmp_path: Path) -> None:
+    body = f"""
+for (batch,) in loader:
+{indented("batch", 4)}
+total = 0
+for (batch,) in DataLoader(TensorDataset(torch.randn(32 * 1024, 512)), batch_size=1024):
+    total = total + forward(batch)
+"""
+    trace = run(tmp_path, body)
+    kept = 4 * 1024 * 512
+    after = trace.events.step == trace.meta.optimizer_steps
+    assert ((trace.events.bytes == kept) & after).sum() >= 32
+    assert "what the script does after" not in " ".join(trace.meta.notes)
+
+
+def test_many_calls_of_modules_may_be_one_forward_pass(tmp_path: Path) -> None:
+    body = f"""
+layers = [nn.Linear(512, 512).cuda() for _ in range(20)]
+def forward(batch):
+    batch = batch.cuda()
+    for layer in layers:
+        batch = layer(batch)
+    return batch.square().mean()
+for number in range(100):
+{indented("torch.randn(4, 512)", 4)}
+forward(torch.randn(1024, 512))
+with torch.no_grad():
+    forward(torch.randn(2048, 512))
+"""
+    assert _largest(run(tmp_path, body), Phase.EVALUATION) == 4 * 2048 * 512
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_models_of_all_folds_that_are_kept(tmp_path: Path, keeps: bool) -> None:
+    body = f"""
+kept = []
+for fold in range(4):
+    model = nn.Linear(512, 512).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for epoch in range(3):
+        for (batch,) in loader:
+{indented("batch", 12)}
+    kept.append((model, optimizer) if {keeps} else None)
+with torch.no_grad():
+    forward(torch.randn(4096, 512))
+"""
+    trace = run(tmp_path, body)
+    states = trace.storages.role[trace.events.storage] == Role.OPTIMIZER_STATE
+    made = (states & (trace.events.bytes == 4 * 512 * 512)).sum()
+    assert made >= (4 if keeps else 1)
+    assert _largest(trace, Phase.EVALUATION) == 4 * 4096 * 512
+    assert trace.meta.optimizer_steps <= (4 * (3 + 3) if keeps else 3 + 3 + 3)

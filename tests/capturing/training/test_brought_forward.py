@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from memplan.capturing.training.brought_forward import bring_forward
+from memplan.capturing.training.brought_forward import bring_forward, later_conditions
 
 
 def step(now: int, at: int) -> int:
@@ -68,3 +68,22 @@ def test_conditions_that_call_something_are_left_alone() -> None:
         if turn % 1000 == 0 and abs(turn) >= 0:
             seen.append(turn)
     assert seen == [0]
+
+
+def test_conditions_that_later_steps_decide_otherwise() -> None:
+    found: list[str] = []
+    late, total = 300, 0
+    for turn in range(2):
+        size = 64 if turn < 200 else 128
+        total += size * min(1 + turn // 100, 8)
+        if turn == 1:
+            found = later_conditions(sys._getframe())
+        if turn > 0 and total >= 100:
+            continue
+        if late <= turn or turn == late or size > 900 or found > [str(turn)]:
+            found.clear()
+        if turn >= 100_000:
+            break
+    texts = [one.partition(" (")[0] for one in found]
+    assert sorted(texts) == ["late <= turn", "turn // 100", "turn < 200", "turn == late"]
+    assert all("test_brought_forward.py:" in one for one in found)

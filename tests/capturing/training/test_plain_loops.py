@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import enum
 import linecache
+import re
 import signal
 import sys
 import time
@@ -251,7 +253,7 @@ def test_a_loop_around_the_capture_goes_on() -> None:
     "source",
     [
         "for row in rows:\n    total += read(row)\nwhile total:\n    total = half(total)\n",
-        "@njit(cache=True)\ndef f(env):\n    for _ in range(9):\n        step(env)\n",
+        "@njit(cache=True)\ndef f(env):\n    for _ in range(9):\n        x = step(env)\n",
     ],
 )
 def test_other_loops_are_compiled_as_they_are(source: str) -> None:
@@ -274,7 +276,7 @@ def test_errors_have_their_lines() -> None:
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
     """The name of an installed package with `learn`, another one in each test."""
-    name = f"installed_for_{request.node.name}"
+    name = f"installed_for_{re.sub('[^a-z]', '_', request.node.name)}"
     source = "def learn(turns):\n    for turn in turns:\n        turn()\n"
     folder = tmp_path / "site-packages"
     folder.mkdir()
@@ -300,6 +302,54 @@ with torch.no_grad():
     assert trace.meta.optimizer_steps <= 3 + 3 + 3
     assert not trace.meta.assumptions
     assert "an installed package's training" in " ".join(trace.meta.notes)
+
+
+@pytest.mark.parametrize(
+    "uses",
+    [
+        "history = learn([turn] * 10_000)\nprint(f'{history.losses[-1]:.3f}', 2 / history.best)",
+        "history: object = learn([turn] * 10_000)",
+        "best, model.steps = learn([turn] * 10_000)\nprint(best > 3, len(model.steps))",
+        "def fitted():\n    return learn([turn] * 10_000)\nassert not list(fitted())",
+    ],
+    ids=["history", "annotated", "parts", "returned"],
+)
+def test_the_result_of_a_training_that_is_left_may_be_used(
+    tmp_path: Path, package: str, uses: str
+) -> None:
+    body = f"""
+from {package} import learn
+def turn():
+    {STEP}
+{uses}
+with torch.no_grad():
+    forward(torch.randn(1024, 512))
+"""
+    trace = run(tmp_path, body)
+    assert largest(trace, Phase.EVALUATION) == 4 * 1024 * 512
+    assert not trace.meta.assumptions
+    assert "an installed package's training" in " ".join(trace.meta.notes)
+
+
+def test_a_model_that_such_a_training_returns_ends_the_job(tmp_path: Path, package: str) -> None:
+    body = f"""
+from {package} import learn
+def turn():
+    {STEP}
+result = learn([turn] * 10_000)
+result.model(torch.randn(1024, 512))
+"""
+    (assumption,) = run(tmp_path, body).meta.assumptions
+    assert assumption.kind == "ending" and "'Unseen' object is not callable" in assumption.text
+
+
+def test_results_of_calls_that_may_train_are_what_they_were() -> None:
+    source = "class A(Enum):\n    fit = train(1)\n"
+    source += "def f():\n    a = b, c = train(2)\n    return train(a)\n"
+    space: dict[str, object] = {"Enum": enum.Enum, "train": lambda x: (x, x)}
+    exec(compile(with_turns(ast.parse(source)), "results", "exec"), space)
+    assert [one.value for one in space["A"]] == [(1, 1)]  # type: ignore[attr-defined]
+    assert space["f"]() == ((2, 2), (2, 2))  # type: ignore[operator]
 
 
 def test_a_step_of_an_installed_package_is_no_training(tmp_path: Path, package: str) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from memplan.simulate import simulate
 from memplan.types.trace import Phase, Role, Trace
 from tests.capturing.jobs import operators, record
+from tests.capturing.training.scripts import run
 
 WIDTH, ROWS, CALLS = 64, 256, 60
 OUTPUT = 4 * ROWS * WIDTH
@@ -356,3 +357,14 @@ for epoch in range(1):
     assert any("of 1000 forwards of Denoiser" in note for note in trace.meta.notes)
     assert trace.events.bytes[trace.events.phase == Phase.EVALUATION].max() >= 64 * 32 * 256 * 4
     assert not (trace.storages.role == Role.WORKSPACE).all()
+
+
+def test_a_module_is_traced_as_it_is(tmp_path: Path) -> None:
+    body = """
+traced = torch.jit.trace(model, torch.randn(2, 512).cuda())
+for number in range(9):
+    traced(torch.randn(4, 512).cuda()).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    assert run(tmp_path, body).meta.optimizer_steps == 3

@@ -91,8 +91,11 @@ class Answers:
         self._ended.clear()
         self._steps += 1
 
-    def scalar(self, dtype: torch.dtype, origin: str) -> bool | int | float | complex:
-        """A value for a one-element tensor. Raises CaptureError for a loop that never ends."""
+    def scalar(
+        self, dtype: torch.dtype, origin: str, count: int = 1
+    ) -> bool | int | float | complex:
+        """A value for a one-element tensor, `count` for an integer. Raises CaptureError for a loop
+        that never ends."""
         source = self._source()
         who = asking()
         if dtype == torch.bool and who.holds is not None:
@@ -126,10 +129,9 @@ class Answers:
                 "value", f"a device value read by the script is {value}", op=origin, source=source
             )
             return value
-        self._assumptions.add(
-            "value", "an integer device value read by the script is 1", op=origin, source=source
-        )
-        return 1
+        text = f"an integer device value read by the script is {count:,}"
+        self._assumptions.add("value", text, op=origin, source=source)
+        return count
 
     def checked(self, value: bool) -> bool:
         """The answer for a condition that was computed as if every rank were like this one: in a

@@ -3,7 +3,8 @@
 A mask of unknown content is assumed to select every second element, but it may select all of them.
 A tensor that was computed from it and has as many rows as it selects is recorded with a high bound:
 the bytes that it would have if the mask selected everything. Rows may lie in any dimension, and be
-joined to or merged with others.
+joined to or merged with others. What is made from a number alone, as by `torch.zeros(len(kept))`,
+has such rows where a size is a number of them that was seen before.
 
 A tensor has such rows where one of the operator's inputs has them, as often as there: a channel
 for each of as many weights is none.
@@ -36,18 +37,36 @@ class AssumedSizes:
         self._merged: dict[int, int] = {}
         """What is in rows that are merged with another dimension."""
         self._of_weights: set[torch.Size] = set()
+        self._numbers: dict[int, int] = {}
+        """The most rows, by each number of them that the script has seen."""
+        self._from_numbers = False
+        """Whether the operator makes its results from numbers alone."""
+
+    def number(self, assumed: int, most: int) -> None:
+        """Note a number of rows that the script may read."""
+        if 0 < assumed < most:
+            self.any = True
+            self._numbers[assumed] = max(most, self._numbers.get(assumed, 0))
 
     def note(self, mask: torch.Tensor, selected: int) -> None:
         """Note that a mask is assumed to select so many of its elements."""
         rows = _rows(mask)
         most = _most(mask, rows)
         if 0 < selected < most:
-            self.any = True
+            self.number(selected, most)
             setattr(mask.untyped_storage(), _ROWS, {**rows, selected: most})
 
-    def begin(self, inputs: Iterable[Any], of_weights: Iterable[torch.Size] = ()) -> None:
+    def begin(
+        self,
+        inputs: Sequence[Any],
+        of_weights: Iterable[torch.Size] = (),
+        *,
+        from_numbers: bool = False,
+    ) -> None:
         """To be called before an operator runs on these inputs. `of_weights`: the shapes of its
-        results that have a weight's rows (`gradient_shapes`)."""
+        results that have a weight's rows (`gradient_shapes`). `from_numbers`: whether sizes come
+        from its numbers, as they do where it has no inputs."""
+        self._from_numbers = from_numbers or not inputs
         self._now, self._times, self._merged = {}, {}, {}
         self._of_weights = set(of_weights)
         alone = Counter[int]()
@@ -81,6 +100,9 @@ class AssumedSizes:
 
     def high_bytes(self, made: torch.Tensor) -> int | None:
         """The high bound for a storage of the operator; None where it depends on no assumption."""
+        if self._from_numbers:
+            self._times = Counter(size for size in made.shape if size in self._numbers)
+            self._now = {size: self._numbers[size] for size in self._times}
         if not self._now or made.shape in self._of_weights:
             return None
         storage = made.untyped_storage()
@@ -91,6 +113,7 @@ class AssumedSizes:
         high = storage.nbytes()
         for rows, times in has.items():
             high = high // rows**times * self._now[rows] ** times
+            self.number(rows, self._now[rows])
         return high if has else None
 
     def forget(self, gradient: torch.Tensor) -> None:

@@ -59,6 +59,26 @@ def note_choice(place: int) -> Observer:
     return observe
 
 
+def note_count(state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """A sum of a mask, or of integers that are its elements, counts at most all of them."""
+    counted, below = args[0], 2 if args[0].dtype == torch.bool else state.values.below(args[0])
+    if below == 2 and not result.is_floating_point() and result.numel():
+        state.values.note_below(result, counted.numel() // result.numel() + 1)
+
+
+def keep_bound(state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Unknown integers lie below what bounds those that they are taken from."""
+    made = result[0] if isinstance(result, tuple) else result
+    below = 2 if args[0].dtype == torch.bool else state.values.below(args[0])
+    if below is not None and not made.is_floating_point():
+        state.values.note_below(made, below)
+
+
+def _largest_of_each(state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    keep_bound(state, func, args, kwargs, result)
+    note_choice(1)(state, func, args, kwargs, result)
+
+
 def assume_uniform(value: int) -> Observer:
     """The result is assumed to be one value everywhere: no number is NaN or infinite."""
 
@@ -107,7 +127,14 @@ OBSERVERS: dict[Any, Observer] = {
     aten.any.default: any_of_numbers,
     aten.argmax.default: note_choice(0),
     aten.argmin.default: note_choice(0),
-    aten.max.dim: note_choice(1),
+    aten.max.dim: _largest_of_each,
+    aten.max.default: keep_bound,
+    aten.amax.default: keep_bound,
+    aten._to_copy.default: keep_bound,
+    aten.sum.default: note_count,
+    aten.sum.dim_IntList: note_count,
+    aten.count_nonzero.default: note_count,
+    aten.count_nonzero.dim_IntList: note_count,
     aten.min.dim: note_choice(1),
     aten.isnan.default: assume_uniform(0),
     aten.isinf.default: assume_uniform(0),

@@ -18,6 +18,7 @@ MAX_READ_BACK = 1 << 20
 _MAX_MADE_UP = 1 << 16
 """The most elements of a tensor of unknown content that becomes a real one on the host, such as a
 metric. Larger ones, such as weights, stay fake: the host would compute with them."""
+_COUNTS = ("sum", "count_nonzero")
 
 
 def local_scalar(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
@@ -26,11 +27,24 @@ def local_scalar(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     _read_by_host(state, func, tensor)
     value = state.values.of(tensor)
     if value is None:
-        return state.answers.scalar(tensor.dtype, state.values.origin(tensor))
+        origin = state.values.origin(tensor)
+        return state.answers.scalar(tensor.dtype, origin, _count(state, tensor, origin))
     known = value.item()
     if isinstance(known, bool) and state.values.as_if_alike(tensor):
         return state.answers.checked(known)
     return known
+
+
+def _count(state: CaptureState, tensor: torch.Tensor, origin: str) -> int:
+    """An answer for an unknown integer: of what is counted every second one, as of a mask, and all
+    of the largest count; otherwise 1."""
+    most = (state.values.below(tensor) or 0) - 1
+    if most <= 0 or origin not in (*_COUNTS, "max", "amax"):
+        return 1
+    if origin not in _COUNTS or state.routing == "worst":
+        return most
+    state.sizes.number(-(-most // 2), most)
+    return -(-most // 2)
 
 
 def _read_by_host(state: CaptureState, func: Any, *tensors: torch.Tensor) -> None:

@@ -115,7 +115,8 @@ def _begun(
 ) -> Any:
     """The operator's result, after its event was begun."""
     if state.sizes.any:
-        state.sizes.begin(fakes, gradient_shapes(func, args))
+        new = func._opname.startswith("new_")
+        state.sizes.begin(fakes, gradient_shapes(func, args), from_numbers=new)
         if func is aten.cat.default:
             state.sizes.join(*args, **kwargs)
     recorder = state.recorder

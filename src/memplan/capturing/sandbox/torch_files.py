@@ -59,13 +59,15 @@ def _replace(patches: Patches, pairs: list[tuple[Any, Any]]) -> dict[int, Any]:
 
 
 def patch_torch(patches: Patches, view: View, saved: Saved) -> dict[int, Any]:
-    """Stand-ins for `torch.save`, `torch.load`, `torch.jit.save` and `torch.jit.load`.
+    """Stand-ins for `torch.save`, `torch.load`, `torch.jit.save` and `torch.jit.load`, and for the
+    method of scripted modules.
 
     Returns them by the id of the original.
     """
     real_save, real_load = torch.save, torch.load
-    real_jit_save: Any = torch.jit.save
-    real_jit_load: Any = torch.jit.load
+    jit: Any = torch.jit
+    real_jit_save, real_jit_load = jit.save, jit.load
+    real_method = jit.RecursiveScriptModule.save
     modules: dict[str, Any] = {}
 
     def save(obj: object, f: Any, pickle_module: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -101,7 +103,7 @@ def patch_torch(patches: Patches, view: View, saved: Saved) -> dict[int, Any]:
 
     def jit_save(m: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         if not saved.has_fake(dict(m.named_parameters()) | dict(m.named_buffers())):
-            real_jit_save(m, f, *args, **kwargs)
+            (real_method if _is_path(f) else real_jit_save)(m, f, *args, **kwargs)
             return
         # A scripted module cannot be copied without its data: it is itself what is loaded again.
         marker = saved.add(SavedObject(b"", []))
@@ -114,6 +116,8 @@ def patch_torch(patches: Patches, view: View, saved: Saved) -> dict[int, Any]:
             return module
         return real_jit_load(view.reading(os.fsdecode(f)) if _is_path(f) else f, *args, **kwargs)
 
+    for one in (jit.RecursiveScriptModule, jit.ScriptModule):
+        patches.set(one, "save", lambda m, f, **kwargs: jit_save(m, f, **kwargs))
     pairs = [(real_save, save), (real_load, load), (real_jit_save, jit_save)]
     return _replace(patches, [*pairs, (real_jit_load, jit_load)])
 

@@ -13,10 +13,11 @@ import ctypes
 import math
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import permutations
 from types import FrameType
 from typing import Any
 
-from memplan.capturing.recording.context import syntax_of
+from memplan.capturing.recording.context import shown_path, syntax_of
 from memplan.types.installed import is_installed
 
 _ARITHMETIC = (
@@ -39,14 +40,60 @@ def bring_forward(frame: FrameType | None) -> int:
     return count
 
 
+def later_conditions(frame: FrameType | None) -> list[str]:
+    """Conditions and stages of the loop around a step, in `frame` and its callers, that a counter
+    will decide otherwise: `step < 1000 (train.py:7)`, `step // 1000 (train.py:8)`.
+    Conditions with which a loop ends are none."""
+    found = []
+    while frame is not None:
+        if not is_installed(frame.f_code.co_filename):
+            loops = _loops_around(frame)
+            for test, counters in _tests(loops) if loops else ():
+                found += [
+                    f"{ast.unparse(one)} ({shown_path(frame.f_code.co_filename)}:{one.lineno})"
+                    for one in ast.walk(test)
+                    if isinstance(one, ast.Compare) or one is test
+                    if _is_ahead(one, counters, frame)
+                ]
+        frame = frame.f_back
+    return found
+
+
+def _tests(loops: list[ast.For | ast.While]) -> Iterator[tuple[ast.expr, set[str]]]:
+    """Conditions and whole divisions in the outermost loop, with the counters of the innermost and
+    of its turns."""
+    inner = max(loops, key=lambda one: one.lineno)
+    named = ast.walk(inner.target) if isinstance(inner, ast.For) else ()
+    counters = {one.id for one in named if isinstance(one, ast.Name)}
+    raised = [one for one in ast.walk(inner) if isinstance(one, ast.AugAssign)]
+    counters |= {one.target.id for one in raised if isinstance(one.target, ast.Name)}
+    for node in ast.walk(min(loops, key=lambda one: one.lineno)):
+        ends = isinstance(node, ast.If) and isinstance(node.body[-1], ast.Break | ast.Return)
+        if isinstance(node, ast.If | ast.IfExp) and not ends:
+            yield node.test, counters
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
+            yield node, counters
+
+
+def _is_ahead(tested: ast.expr, counters: set[str], frame: FrameType) -> bool:
+    """Whether a counter is compared with, or divided by, a number that it has yet to reach."""
+    if not all(isinstance(node, _ARITHMETIC) for node in ast.walk(tested)):
+        return False
+    if not isinstance(tested, ast.Compare | ast.BinOp):
+        return False
+    right = tested.comparators[0] if isinstance(tested, ast.Compare) else tested.right
+    for one, other in permutations((tested.left, right)):
+        if isinstance(one, ast.Name) and one.id in counters:
+            now, then = (
+                _computed(side, {**frame.f_globals, **frame.f_locals}) for side in (one, other)
+            )
+            return isinstance(now, int) and isinstance(then, int) and then > now + 1
+    return False
+
+
 def _by_counter(frame: FrameType) -> dict[str, list[ast.If]]:
     """Conditions that still come in this turn of the loop, by the counter that they divide."""
-    tree = _parsed(frame.f_code.co_filename)
-    line = frame.f_lineno
-    loops = [one for one in ast.walk(tree) if isinstance(one, ast.For | ast.While)]
-    around = [one for one in loops if one.lineno <= line <= (one.end_lineno or 0)]
-    inside = _function(tree, frame)
-    around = [one for one in around if inside is None or one.lineno >= inside.lineno]
+    around, line = _loops_around(frame), frame.f_lineno
     if not around:
         return {}
     found: dict[str, list[ast.If]] = {}
@@ -56,6 +103,19 @@ def _by_counter(frame: FrameType) -> dict[str, list[ast.If]]:
             if name is not None and isinstance(_value(frame, name), int):
                 found.setdefault(name, []).append(node)
     return found
+
+
+def _loops_around(frame: FrameType) -> list[ast.For | ast.While]:
+    """The loops of a frame's function that the line that runs is in."""
+    tree, line = _parsed(frame.f_code.co_filename), frame.f_lineno
+    inside = _function(tree, frame)
+    return [
+        one
+        for one in ast.walk(tree)
+        if isinstance(one, ast.For | ast.While)
+        and one.lineno <= line <= (one.end_lineno or 0)
+        and (inside is None or one.lineno >= inside.lineno)
+    ]
 
 
 def _function(tree: ast.Module, frame: FrameType) -> ast.FunctionDef | ast.AsyncFunctionDef | None:

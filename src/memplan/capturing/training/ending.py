@@ -27,7 +27,8 @@ from memplan.capturing.enough import EnoughSeen
 from memplan.capturing.patches.attributes import Patches
 from memplan.capturing.patches.job_observer import JobObserver
 from memplan.capturing.state import CaptureState
-from memplan.capturing.training.brought_forward import bring_forward
+from memplan.capturing.training.batch_sizes import BatchSizes
+from memplan.capturing.training.brought_forward import bring_forward, later_conditions
 from memplan.capturing.training.host_draws import HostDraws
 from memplan.capturing.training.input_time import InputTimes
 from memplan.capturing.training.later_epochs import LaterEpochs
@@ -44,7 +45,8 @@ _STEPS_AHEAD = 1
 """Optimizer steps that may follow once the loader ran dry, on batches that were fetched before:
 Accelerate's loaders fetch one batch ahead, so that they know the last one when they return it."""
 _FORWARDS_AHEAD = 8
-"""The same for forward passes where no step is completed."""
+"""The same for forward passes where no step is completed, each with as many calls of modules as one
+that a backward pass follows."""
 _MORE = 1 << 20
 """A training that needs so many bytes more is followed, too."""
 _MOST_TRAININGS = 8
@@ -76,19 +78,22 @@ class Ending:
         self._most = (0, 0)
         """Bytes when a backward pass began, before the loaders ran dry: in all, and those that the
         forward passes since the last one had added."""
+        self._calls, self._most_calls = 0, 1
+        """Modules that the script itself called since a backward pass, and before most of them."""
         self._forward_from: int | None = None
         """Bytes when these forward passes began."""
         self._trainings = 1
-        self._unread: dict[int, int] = {}
-        """Numbers of batches of loaders that the script created but has not read yet, by identity:
-        the loaders may be gone when the script is."""
-        self._largest = 0
-        """The size of the largest batch of the loaders that it has read; `sys.maxsize` if one of
-        them has no size."""
+        self._sizes = BatchSizes()
+        self._conditions: list[str] = []
+        """What the loop around the step will decide otherwise in later steps."""
         self.another_training: Callable[[], None] = lambda: None
         """Called when another training begins."""
+        self._begun_with: int | None = None
+        """Bytes when a loader was first opened for a training."""
+        self.optimizer_is_new: Callable[[], bool] = lambda: False
+        """Whether an optimizer has yet to step."""
         self.optimizer_grows: Callable[[], int] = lambda: 0
-        """Bytes of parameters that a new optimizer has beyond those of earlier ones."""
+        """Bytes of parameters that an optimizer trains now beyond those that any has trained."""
         self._nothing_seen()
 
     def _nothing_seen(self) -> None:
@@ -97,7 +102,7 @@ class Ending:
         """Whether a loader has given batches that was not being read when all ran dry."""
         self._brought = False
         self._steps_left = _STEPS_AHEAD
-        self._forwards_left = _FORWARDS_AHEAD
+        self._forwards_left: float = _FORWARDS_AHEAD
 
     def install(self, patches: Patches, observer: JobObserver) -> None:
         """Let data loaders run dry on demand, until `patches.undo()`."""
@@ -158,18 +163,17 @@ class Ending:
         @functools.wraps(real_init)
         def init(loader: Any, *args: Any, **kwargs: Any) -> None:
             real_init(loader, *args, **kwargs)
-            self._unread[id(loader)] = _batch_size(loader)
+            self._sizes.made(loader)
 
         def first_batch(loader: Any) -> Any:
             return real_next(real_iter(loader))
 
         @functools.wraps(real_iter)
         def read(loader: Any) -> Any:
-            self._unread.pop(id(loader), None)
-            self._largest = max(self._largest, _batch_size(loader) or sys.maxsize)
+            self._sizes.read(loader)
             if self.whole_run is not None:
                 return self.whole_run.opened(loader, real_iter)
-            if self.optimizer_grows() <= _MORE and self.later.skips(loader, first_batch):
+            if not self._trains_on_top() and self.later.skips(loader, first_batch):
                 if self.later.are_endless:
                     self.stop()
                 return iter(())
@@ -179,6 +183,19 @@ class Ending:
 
         patches.set(dataloader.DataLoader, "__init__", init)
         patches.set(dataloader.DataLoader, "__iter__", read)
+
+    def _trains_on_top(self) -> bool:
+        """Whether the training that a loader is opened for needs more memory than one before, by
+        its optimizer or because what an earlier one made is kept."""
+        self.state.recorder.flush()
+        alive = self.state.recorder.live_bytes
+        if self._begun_with is None:
+            self._begun_with = alive
+        if self.optimizer_is_new() and alive > self._begun_with + _MORE and self.later.begun:
+            self._begun_with = alive
+            self._steps_left, self._forwards_left = _BATCHES_AFTER, _FORWARDS_AHEAD
+            return True
+        return self.optimizer_grows() > _MORE
 
     def look_ahead(self, steps: int, *, last: bool) -> None:
         """To be called after so many steps. With the last of the steps that differ from others,
@@ -219,13 +236,14 @@ class Ending:
             return
         self._drain()
         self._loops.stepped()
-        if self.whole_run is not None and not self.whole_run.fetches_ahead:
+        if self.whole_run is None or not self.whole_run.fetches_ahead:
             self._bring_forward()
 
     def _bring_forward(self) -> None:
         """Bring forward what the training loop does every so many steps."""
         if not self._brought:
             self._brought = True
+            self._conditions = later_conditions(sys._getframe(1))
             bring_forward(sys._getframe(1))
 
     def _drain(self) -> None:
@@ -238,6 +256,7 @@ class Ending:
     def model_runs(self, *, training: bool) -> None:
         """To be called for a root module that allocates on the device or has memory there."""
         self.step_batches.model_runs(training=training)
+        self._calls += training
         if training and self._forward_from is None:
             self.state.recorder.flush()
             self._forward_from = self.state.recorder.live_bytes
@@ -247,7 +266,8 @@ class Ending:
         if not training:
             self._evaluated = True
         elif not self._evaluated:
-            self._forwards_left -= 1
+            if not self._kept:  # else its loader is read to its end
+                self._forwards_left -= 1 / self._most_calls
             if self._forwards_left < 0:
                 self.stop()
         self._watch_time()
@@ -264,6 +284,7 @@ class Ending:
         self._forward_from = None
         held = alive, alive - begun
         if not self.draining:
+            self._most_calls, self._calls = max(self._most_calls, self._calls), 0
             self._most = max(self._most[0], held[0]), max(self._most[1], held[1])
         elif self._loops.used:
             self._loops.leave()
@@ -406,20 +427,20 @@ class Ending:
     def notes(self) -> list[str]:
         """Notes about loaders that were read ahead, and about one that was not read but has batches
         larger than all seen."""
-        ahead = self.whole_run.notes if self.whole_run is not None else []
-        unread = max(self._unread.values(), default=0)
-        if unread <= self._largest:
-            return ahead
-        return [
-            *ahead,
-            f"a data loader with batches of {unread:,} was made and not read (those that were read "
-            f"have batches of {self._largest:,}): what runs on it may need more: --steps N",
-        ]
+        ahead = [*self.whole_run.notes] if self.whole_run is not None else []
+        if several := ", ".join(dict.fromkeys(self._conditions)):
+            ahead.append(f"later steps may do other things, which were not seen: {several}")
+        return [*ahead, *self._sizes.notes()]
 
     @property
     def skipped_turns(self) -> bool:
         """Whether loops around the training were ended, with what they would train yet."""
         return self._loops.skipped
+
+    @property
+    def reads_some(self) -> bool:
+        """Whether loaders were read, and only as far as steps differed."""
+        return self.whole_run is None and self._sizes.any_read
 
     @property
     def left_a_call(self) -> bool:
@@ -431,9 +452,3 @@ class Ending:
         """Whether anything ran without gradients on another loader since loaders ran dry, or after
         a loop without one."""
         return self._evaluated and (self._opened_another or self._loops.used)
-
-
-def _batch_size(loader: Any) -> int:
-    """The batch size, also of a loader that is given its batch sampler, as Accelerate's are; 0
-    where it has none, as for batches of different sizes."""
-    return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 0

@@ -6,7 +6,8 @@ files of the job are compiled with `for x in turns(xs):` in place of `for x in x
 
 Loops inside installed packages are not compiled anew. A statement of the job that calls one, as in
 `agent.learn(10_000)`, is put into `with training():`, and is left by an exception once enough of it
-was seen: the job goes on after it.
+was seen: the job goes on after it. Where the call's result is used, as in `history = fit(…)` or
+`return fit(…)`, that is something `Unseen`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ _TURNS = "__memplan_turns__"
 """The name of `turns` in the job's modules. Functions that the job pickles refer to it there."""
 _TRAINING = "__memplan_training__"
 """The name of `training` there."""
+_UNSEEN = "__memplan_unseen__"
+"""The name of `unseen` there."""
 _TRAINS = ("backward", "step")
 _NAMES_OF_TRAINING = ("train", "fit", "step", "epoch", "update", "optim", "learn")
 """Parts of names of functions from other files that may train. A loop that is missed is one in
@@ -101,6 +104,49 @@ def turns(items: Iterable[Any] | None) -> Iterable[Any] | None:
 def training() -> AbstractContextManager[None]:
     """Around a statement that may train."""
     return nullcontext() if torch.compiler.is_compiling() else _Training()
+
+
+class Unseen:
+    """The result of a call that was left: a number, text or list of nothing, to look at and to
+    compute with. It cannot be called, and is no tensor or model: what needs one ends the job there.
+    """
+
+    def __init__(self, parts: int = 0) -> None:
+        """`parts`: into how many the job takes it apart."""
+        self._parts = parts
+
+    def __iter__(self) -> Iterator[Unseen]:
+        return (Unseen() for _ in range(self._parts))
+
+    def __getattr__(self, name: str) -> Unseen:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Unseen()
+
+    def _another(self, *_others: object) -> Unseen:
+        return Unseen()
+
+    __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _another
+    __truediv__ = __rtruediv__ = __neg__ = __round__ = _another
+
+    def _no(self, _other: object) -> bool:
+        return False
+
+    __lt__ = __le__ = __gt__ = __ge__ = __contains__ = _no
+
+    def __float__(self) -> float:
+        return 1.0
+
+    def __len__(self) -> int:
+        return self._parts
+
+    def __format__(self, _spec: str) -> str:
+        return "?"
+
+
+def unseen(parts: int) -> Unseen | None:
+    """What the result of a call is until it returns."""
+    return None if torch.compiler.is_compiling() else Unseen(parts)
 
 
 class PlainLoops:
@@ -242,6 +288,22 @@ def with_turns(tree: ast.Module) -> ast.Module:
         name = _name(call)
         return name not in own and name not in _TRAINS and may_train(name)
 
+    def with_result(node: Any, targets: list[ast.expr]) -> ast.AST | list[ast.AST]:
+        """A statement that uses the result of such a call. The name for it holds it no longer."""
+        if not isinstance(node.value, ast.Call) or not of_another_file(node.value):
+            return node  # type: ignore[no-any-return]
+        parts = max((len(one.elts) for one in targets if isinstance(one, ast.Tuple)), default=0)
+        name = f"{_UNSEEN[:-2]}{next(numbers)}__"  # which no class takes for a field
+        around = _statement(f"with {_TRAINING}(): {name} = 0", node)
+        around.body[0].value, node.value = node.value, _expression(name, node.value)
+        changed.append(node)
+        return [
+            _statement(f"{name} = {_UNSEEN}({parts})", node),
+            around,
+            node,
+            _statement(f"del {name}", node),
+        ]
+
     class WithTurns(ast.NodeTransformer):
         def visit(self, node: ast.AST) -> Any:
             return node if isinstance(node, ast.expr) else super().visit(node)  # no statements
@@ -259,6 +321,15 @@ def with_turns(tree: ast.Module) -> ast.Module:
             around.body = [node]
             changed.append(node)
             return around  # type: ignore[no-any-return]
+
+        def visit_Assign(self, node: ast.Assign) -> ast.AST | list[ast.AST]:
+            return with_result(node, node.targets)
+
+        def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | list[ast.AST]:
+            return with_result(node, [node.target])
+
+        def visit_Return(self, node: ast.Return) -> ast.AST | list[ast.AST]:
+            return with_result(node, [])
 
         def visit_For(self, node: ast.For) -> ast.AST:
             self.generic_visit(node)
@@ -286,7 +357,8 @@ def with_turns(tree: ast.Module) -> ast.Module:
     WithTurns().visit(tree)
     if changed:
         place = next((n for n, one in enumerate(tree.body) if not _comes_first(one)), 0)
-        names = f"{turns.__name__} as {_TURNS}, {training.__name__} as {_TRAINING}"
+        named = (turns, _TURNS), (training, _TRAINING), (unseen, _UNSEEN)
+        names = ", ".join(f"{one.__name__} as {name}" for one, name in named)
         line = f"from {__name__} import {names}"
         tree.body.insert(place, _statement(line, tree.body[place]))
     return tree

@@ -89,6 +89,7 @@ class StepWatcher:
         if ending is not None:
             ending.another_training = self._another_training
             ending.optimizer_grows = self._optimizer_grows
+            ending.optimizer_is_new = lambda: any(one not in self._stepped for one in self._made)
 
     def _another_training(self) -> None:
         self.enough = self.steady = False
@@ -98,8 +99,7 @@ class StepWatcher:
         self._deadline = Deadline(_PATIENCE_SECONDS, cpu_time=True)
 
     def _optimizer_grows(self) -> int:
-        late = [self._trained_bytes(one) for one in self._made if one not in self._stepped]
-        return max(late, default=0) - self._most_trained
+        return max(map(self._trained_bytes, self._made), default=0) - self._most_trained
 
     def _trained_bytes(self, optimizer: torch.optim.Optimizer) -> int:
         return sum(
@@ -145,8 +145,7 @@ class StepWatcher:
         self.state.context.in_optimizer = step.within
         if step.closure:  # it has run the backward pass
             self._see_gradients(optimizer)
-        if optimizer not in self._stepped:
-            self._most_trained = max(self._most_trained, self._trained_bytes(optimizer))
+        self._most_trained = max(self._most_trained, self._trained_bytes(optimizer))
         self._stepped[optimizer] = self._stepped.get(optimizer, 0) + 1
         self._kinds.add(type(optimizer))
         kept = 0
@@ -360,6 +359,8 @@ class StepWatcher:
         if self.enough and self.max_steps is None:
             seen = self.ending is not None and self.ending.saw_evaluation
             later = [] if seen else ["an evaluation in mid-epoch"]
+            if self.ending is not None and self.ending.reads_some:
+                later.append("larger batches, which --whole-run looks for")
             later.append("layers unfrozen")
             if self.ending is not None and self.ending.skipped_turns:
                 later.append("further turns of the loops around the training")
