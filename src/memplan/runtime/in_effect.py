@@ -7,8 +7,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from memplan.types.plan import CompiledRegion, Plan
 from memplan.types.run_outcome import EarlyUpdates
+
+_ON_ANY_DEVICE = ("recompute", "order", "regions", "loss", "low_bit")
+_OFF_THE_CARD = ("offload", "state", "frozen")
+"""Parts that move a GPU's memory to the host."""
 
 
 @dataclass
@@ -83,6 +89,18 @@ def plan_in_effect(
 
             stack.enter_context(HostState(plan.state, partial(on_note, "state")))
         yield found
+
+
+def without_gpu(plan: Plan) -> str:
+    """A sentence about what of a plan is in effect where there is no GPU; empty where there is one,
+    and where the plan has nothing of the kind."""
+    if torch.cuda.device_count():
+        return ""
+    found = [name for name in _ON_ANY_DEVICE if getattr(plan, name) is not None]
+    off = [name for name in _OFF_THE_CARD if getattr(plan, name) is not None]
+    said = [f"in effect on the CPU: {', '.join(found)}"] if found else []
+    said += [f"not in effect, for it moves a GPU's memory: {', '.join(off)}"] if off else []
+    return f"no GPU here; of the plan, {'; '.join(said)}" if said else ""
 
 
 def _too_little(nbytes: int) -> str:
