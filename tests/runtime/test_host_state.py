@@ -100,6 +100,61 @@ def test_the_same_bits(name: str) -> None:
         assert parameter.grad is None or parameter.grad.shape == parameter.shape
 
 
+class Streams:
+    """In place of `memplan.runtime.streams`: an event is the number of events before it."""
+
+    def __init__(self) -> None:
+        self.events = 0
+        self.waited: list[tuple[str, int]] = []
+
+    def new(self, _device: object) -> str:
+        return "copies"
+
+    def current(self, _device: object) -> str:
+        return "computing"
+
+    def on(self, _stream: str) -> nullcontext[None]:
+        return nullcontext()
+
+    def record(self, _stream: str) -> int:
+        self.events += 1
+        return self.events
+
+    def wait(self, stream: str, event: int) -> None:
+        self.waited.append((stream, event))
+
+
+def test_a_piece_waits_for_what_went_from_its_place_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many small pieces are ahead of the computing, and none lies on another that is in flight."""
+    made = Streams()
+    monkeypatch.setattr(ring, "streams", made)
+    whole = ring.Ring(torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(1, 2**11 + 1, (60,), generator=generator).tolist()
+    sent: list[tuple[int, int, int]] = []
+    for size in [*[100] * 61, *sizes]:
+        host = torch.zeros(size)
+        before = len(made.waited)
+
+        def use(start: int, stop: int, buffers: list[Tensor]) -> None:
+            [buffer] = buffers
+            begin = buffer.storage_offset()
+            assert stop - start == len(buffer)
+            free = {event for stream, event in made.waited if stream == "copies"}
+            for other, end, event in sent:
+                if other < begin + len(buffer) and begin < end:
+                    assert event in free, "its place is still in use"
+            buffer.add_(1)
+
+        whole.pass_through([host], use)
+        assert host.eq(1).all()
+        place, event = whole._going[-1]
+        sent.append((place.start, place.stop, event))
+        if len(sent) <= 61:  # 61 of these are as large as the ring
+            fetched = [e for s, e in made.waited[before:] if s == "copies"]
+            assert len(fetched) <= 1 + (len(sent) == 1), "the first round waits for nothing"
+
+
 def test_a_share_of_the_parameters() -> None:
     make = OPTIMIZERS["adamw"]
     found = Job(make, share=0.4).run()
