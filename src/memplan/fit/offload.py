@@ -8,6 +8,7 @@ import msgspec
 
 from memplan.fit.answer import Lever
 from memplan.fit.budgets import Card, Outcome, first_budget, next_budget
+from memplan.fit.host_state import among_other_copies
 from memplan.fit.levers import recompute_levers
 from memplan.fit.lifetimes import with_observed_lifetimes
 from memplan.fit.plans import Planned
@@ -35,7 +36,7 @@ class OffloadPlanner:
         """`base`: the job with what stays in effect in every plan. `graph`: of its step, with
         lifetimes that other captures have shown."""
         profile = base.job.profile
-        self._base = base
+        self._base = among_other_copies(base)
         self._card = Card(profile.total_memory_bytes, profile.context_high_bytes)
         self._link = Link(profile.host_link_bytes_per_second, base.host_left)
         self._graph = graph
