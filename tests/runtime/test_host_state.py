@@ -17,9 +17,10 @@ from torch import Tensor, nn, optim
 
 import memplan.runtime.host_state.in_effect as in_effect
 import memplan.runtime.host_state.ring as ring
+from memplan.runtime import host_buffers
 from memplan.runtime.host_state import HostState
 from memplan.runtime.in_effect import plan_in_effect
-from memplan.types.plan import Plan, StatePart
+from memplan.types.plan import FrozenPart, Plan, StatePart
 from memplan.types.trace import Role
 from tests.capturing.jobs import bytes_of, record
 
@@ -288,6 +289,24 @@ def test_plain_steps_afterwards_have_it_on_the_card() -> None:
 
     record(job)
     assert devices == [{"cpu"}, {"cuda"}]
+
+
+def test_a_host_with_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_buffers, "available_bytes", lambda: 1 << 30)
+    said: list[str] = []
+    for needed in (1 << 29, 1 << 31):
+        part = StatePart(share=1.0, host_bytes=needed)
+        with plan_in_effect(Plan(state=part), [], lambda _, text: said.append(text)):
+            pass
+    beside = FrozenPart(share=1.0, ahead_bytes=0, host_bytes=3 << 28)
+    part = StatePart(share=1.0, host_bytes=1 << 29)
+    with plan_in_effect(Plan(state=part, frozen=beside), [], lambda _, text: said.append(text)):
+        pass
+    assert said == [
+        f"optimizer state stays on the card: the plan needs {needs} GiB of the host's memory, and "
+        "1.0 GiB are left"
+        for needs in ("2.0", "1.2")
+    ]
 
 
 def test_a_capture_has_the_state_in_page_locked_memory_of_the_host() -> None:

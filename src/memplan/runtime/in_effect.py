@@ -41,9 +41,18 @@ def plan_in_effect(
         changes = " ".join(f"{change.option} {change.value}" for change in plan.arguments.changes)
         made_for = " ".join(plan.made_from.command)
         on_note("arguments", f"{changes} is not set: the plan was made for {made_for}")
+    taken = 0
+
+    def too_little(nbytes: int) -> str:
+        """Why the host has no room for these bytes of a part, beside those of the parts before."""
+        nonlocal taken
+        reason = _too_little(taken + nbytes)
+        taken += 0 if reason else nbytes
+        return reason
+
     with ExitStack() as stack:
         offload = plan.offload if plan.offload is not None and plan.offload.values else None
-        if offload is not None and (reason := _too_little(offload.host_bytes)):
+        if offload is not None and (reason := too_little(offload.host_bytes)):
             on_note("offload", f"nothing is offloaded: {reason}")
             offload = None
         if (plan.recompute is not None and plan.recompute.groups) or offload is not None:
@@ -63,7 +72,7 @@ def plan_in_effect(
 
             stack.enter_context(ChunkedLoss(plan.loss))
         if plan.frozen is not None:
-            if reason := _too_little(plan.frozen.host_bytes):
+            if reason := too_little(plan.frozen.host_bytes):
                 on_note("frozen", f"frozen weights stay on the card: {reason}")
             else:
                 from memplan.runtime.frozen import FrozenWeights
@@ -85,9 +94,12 @@ def plan_in_effect(
 
             stack.enter_context(LowBit(partial(on_note, "low_bit")))
         if plan.state is not None:
-            from memplan.runtime.host_state import HostState
+            if reason := too_little(plan.state.host_bytes):
+                on_note("state", f"optimizer state stays on the card: {reason}")
+            else:
+                from memplan.runtime.host_state import HostState
 
-            stack.enter_context(HostState(plan.state, partial(on_note, "state")))
+                stack.enter_context(HostState(plan.state, partial(on_note, "state")))
         yield found
 
 
