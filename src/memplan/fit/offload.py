@@ -19,7 +19,7 @@ from memplan.recompute.offload import Link, OffloadSearch, to_offload_part
 from memplan.recompute.selection import to_part
 from memplan.recompute.transfers import Judged
 from memplan.report.text import format_bytes
-from memplan.types.deadline import Deadline
+from memplan.types.deadline import SEARCH_PATIENCE, Deadline
 from memplan.types.step_graph import StepGraph
 
 _MOST_ATTEMPTS = 5
@@ -72,7 +72,8 @@ class OffloadPlanner:
     def _plan(self, budget: int) -> Judged:
         """The best for the budget; where there is none, the one with the least peak."""
         shared, began = self._base.job.search, time.process_time()
-        deadline = Deadline(shared.solving_seconds(_SOLVE_SECONDS), cpu_time=True)
+        seconds = shared.solving_seconds(_SOLVE_SECONDS)
+        deadline = Deadline(seconds, cpu_time=True, patience=SEARCH_PATIENCE)
         search = OffloadSearch(self._graph, self._link, deadline)
         found = search.within(budget) or search.lowest()
         shared.solved(began)
