@@ -32,6 +32,8 @@ def test_a_trace_and_its_answer(
     assert main(["place", trace]) == 0
     said = capsys.readouterr().out
     assert said.startswith("a100-40gb: ") and "1g.5gb of a100-40gb" in said
+    blocks = said.split("\n\n")  # the card, what to ask for, and all notes
+    assert len(blocks) == 3 and blocks[2].count("note: ") > 1
     assert main(["place", "--format", "json", _answer(tmp_path, 50 * GIB)]) == 0
     found = read_answer("place", capsys.readouterr().out)
     assert found["fits"] and found["card"]["card"] == "a100-80gb" and found["mig"] is None

@@ -10,7 +10,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from memplan.types.plan import Fingerprint, OpOutput, Plan, RecomputeGroup, RecomputePart
+from memplan.types.plan import (
+    Fingerprint,
+    FrozenPart,
+    OpOutput,
+    Plan,
+    RecomputeGroup,
+    RecomputePart,
+    StatePart,
+)
 from memplan.types.plan_file import save_plan
 from tests import warm
 
@@ -46,6 +54,7 @@ def plan(*drop: OpOutput) -> Plan:
     return Plan(memplan_version="0.1.0", recompute=part)
 
 
+NO_GPU = "memplan: no GPU here; of the plan, in effect on the CPU: recompute\n"
 DROPS = (OpOutput("aten.addmm.default", 0), OpOutput("aten.relu.default", 0))
 
 
@@ -76,7 +85,7 @@ def test_the_same_output_and_arguments(job: Path) -> None:
     planned = memplan(job, "--plan", "job.plan", "train.py", "--lr", "--plan")
     assert plain.returncode == planned.returncode == 0
     assert planned.stdout == plain.stdout and "__main__" in plain.stdout
-    assert planned.stderr == ""
+    assert planned.stderr == NO_GPU
     as_module = warm_memplan(job, "--plan", "job.plan", "-m", "train", "--lr", "--plan")
     assert as_module.stdout == plain.stdout
 
@@ -87,8 +96,18 @@ def test_the_scripts_own_end(job: Path) -> None:
     assert said.returncode == 1 and said.stderr.endswith("a last word\n")
     failed = warm_memplan(job, "--plan", "job.plan", "train.py", "fail")
     assert failed.returncode == 1
-    assert failed.stderr.startswith("Traceback") and "ValueError: on purpose" in failed.stderr
-    assert "memplan" not in failed.stderr
+    assert failed.stderr.startswith(f"{NO_GPU}Traceback")
+    assert "ValueError: on purpose" in failed.stderr
+    assert "memplan" not in failed.stderr.removeprefix(NO_GPU)
+
+
+def test_what_moves_a_gpus_memory_is_said_not_to_be_in_effect(job: Path) -> None:
+    parts = {"state": StatePart(share=1.0), "frozen": FrozenPart(share=1.0, ahead_bytes=0)}
+    save_plan(msgspec.structs.replace(plan(*DROPS), **parts), job / "host.plan")
+    planned = warm_memplan(job, "--plan", "host.plan", "train.py")
+    assert planned.stdout == warm.run(job, "train.py").stdout
+    off = "not in effect, for it moves a GPU's memory: state, frozen"
+    assert planned.stderr == f"{NO_GPU.rstrip()}; {off}\n"
 
 
 def test_a_plan_for_another_job_is_said_and_harmless(job: Path) -> None:
@@ -126,16 +145,17 @@ def test_the_script_is_main_as_ever(job: Path) -> None:
     plain = run(job, "below/where.py", "x")
     planned = memplan(job, "--plan", "job.plan", "below/where.py", "x")
     assert (planned.returncode, planned.stdout) == (1, plain.stdout)
-    assert planned.stderr == plain.stderr and plain.stdout.endswith("late\n")
+    assert planned.stderr == NO_GPU + plain.stderr and plain.stdout.endswith("late\n")
 
 
 def test_what_never_began_has_no_traceback(job: Path) -> None:
     (job / "wrong.py").write_text("print(1")
     wrong = memplan(job, "--plan", "job.plan", "wrong.py")
-    assert (wrong.returncode, wrong.stderr) == (1, run(job, "wrong.py").stderr)
+    assert (wrong.returncode, wrong.stderr) == (1, NO_GPU + run(job, "wrong.py").stderr)
     (job / "package").mkdir()
     none = memplan(job, "--plan", "job.plan", "-m", "package")
-    assert none.returncode == 1 and none.stderr.startswith("ImportError: No module named package")
+    said = f"{NO_GPU}ImportError: No module named package"
+    assert none.returncode == 1 and none.stderr.startswith(said)
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,8 @@ def test_a_job_that_clips(job: Path) -> None:
         run(job, "-m", "memplan", "run", "--plan", "job.plan", *words),
     )
     assert planned.stdout == plain.stdout and held(planned) == [WEIGHTS] * 4
-    (said,) = (line for line in planned.stderr.splitlines() if line.startswith("memplan: "))
+    on_cpu, said = (ln for ln in planned.stderr.splitlines() if ln.startswith("memplan: "))
+    assert on_cpu == "memplan: no GPU here; of the plan, in effect on the CPU: order"
     assert "weights are updated by the optimizer's step" in said and "(train.py:38)" in said
 
 

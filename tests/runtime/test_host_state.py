@@ -17,9 +17,10 @@ from torch import Tensor, nn, optim
 
 import memplan.runtime.host_state.in_effect as in_effect
 import memplan.runtime.host_state.ring as ring
+from memplan.runtime import host_buffers
 from memplan.runtime.host_state import HostState
 from memplan.runtime.in_effect import plan_in_effect
-from memplan.types.plan import Plan, StatePart
+from memplan.types.plan import FrozenPart, Plan, StatePart
 from memplan.types.trace import Role
 from tests.capturing.jobs import bytes_of, record
 
@@ -98,6 +99,61 @@ def test_the_same_bits(name: str) -> None:
     assert not found.said and found.on_host() == 4
     for parameter in found.model.parameters():
         assert parameter.grad is None or parameter.grad.shape == parameter.shape
+
+
+class Streams:
+    """In place of `memplan.runtime.streams`: an event is the number of events before it."""
+
+    def __init__(self) -> None:
+        self.events = 0
+        self.waited: list[tuple[str, int]] = []
+
+    def new(self, _device: object) -> str:
+        return "copies"
+
+    def current(self, _device: object) -> str:
+        return "computing"
+
+    def on(self, _stream: str) -> nullcontext[None]:
+        return nullcontext()
+
+    def record(self, _stream: str) -> int:
+        self.events += 1
+        return self.events
+
+    def wait(self, stream: str, event: int) -> None:
+        self.waited.append((stream, event))
+
+
+def test_a_piece_waits_for_what_went_from_its_place_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many small pieces are ahead of the computing, and none lies on another that is in flight."""
+    made = Streams()
+    monkeypatch.setattr(ring, "streams", made)
+    whole = ring.Ring(torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(1, 2**11 + 1, (60,), generator=generator).tolist()
+    sent: list[tuple[int, int, int]] = []
+    for size in [*[100] * 61, *sizes]:
+        host = torch.zeros(size)
+        before = len(made.waited)
+
+        def use(start: int, stop: int, buffers: list[Tensor]) -> None:
+            [buffer] = buffers
+            begin = buffer.storage_offset()
+            assert stop - start == len(buffer)
+            free = {event for stream, event in made.waited if stream == "copies"}
+            for other, end, event in sent:
+                if other < begin + len(buffer) and begin < end:
+                    assert event in free, "its place is still in use"
+            buffer.add_(1)
+
+        whole.pass_through([host], use)
+        assert host.eq(1).all()
+        place, event = whole._going[-1]
+        sent.append((place.start, place.stop, event))
+        if len(sent) <= 61:  # 61 of these are as large as the ring
+            fetched = [e for s, e in made.waited[before:] if s == "copies"]
+            assert len(fetched) <= 1 + (len(sent) == 1), "the first round waits for nothing"
 
 
 def test_a_share_of_the_parameters() -> None:
@@ -233,6 +289,24 @@ def test_plain_steps_afterwards_have_it_on_the_card() -> None:
 
     record(job)
     assert devices == [{"cpu"}, {"cuda"}]
+
+
+def test_a_host_with_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_buffers, "available_bytes", lambda: 1 << 30)
+    said: list[str] = []
+    for needed in (1 << 29, 1 << 31):
+        part = StatePart(share=1.0, host_bytes=needed)
+        with plan_in_effect(Plan(state=part), [], lambda _, text: said.append(text)):
+            pass
+    beside = FrozenPart(share=1.0, ahead_bytes=0, host_bytes=3 << 28)
+    part = StatePart(share=1.0, host_bytes=1 << 29)
+    with plan_in_effect(Plan(state=part, frozen=beside), [], lambda _, text: said.append(text)):
+        pass
+    assert said == [
+        f"optimizer state stays on the card: the plan needs {needs} GiB of the host's memory, and "
+        "1.0 GiB are left"
+        for needs in ("2.0", "1.2")
+    ]
 
 
 def test_a_capture_has_the_state_in_page_locked_memory_of_the_host() -> None:

@@ -9,11 +9,18 @@ import numpy as np
 import pytest
 
 from memplan.timing.collectives import collective_kind, collective_seconds
-from memplan.timing.step import COMMUNICATION, collective_times, priced_step, step_time
+from memplan.timing.step import (
+    COMMUNICATION,
+    collective_times,
+    priced_step,
+    state_wait,
+    step_time,
+)
 from memplan.timing.table import kernel_times
 from memplan.timing.timeline import SteadyRun, steady_run
 from memplan.types.builder import TraceBuilder
 from memplan.types.device import find_profile
+from memplan.types.op_names import STATE_TO_CARD, STATE_TO_HOST
 from memplan.types.step_time import InputTime
 from memplan.types.trace import EventKind, Phase, Trace, TraceMeta
 
@@ -208,3 +215,46 @@ def test_a_card_without_measured_steps_has_a_wider_interval() -> None:
 
 def test_without_a_step_nothing_is_told() -> None:
     assert step_time(TraceBuilder().build(TraceMeta()), H100) is None
+
+
+def moving_state(*, in_backward: bool) -> Trace:
+    """Two products, and state that comes and goes beside the second, or after it."""
+    builder = TraceBuilder()
+
+    def product(phase: Phase) -> None:
+        builder.phase = phase
+        builder.begin_op("aten.mm.default")
+        text = "8192x8192:bfloat16:c 8192x8192:bfloat16:c"
+        builder.op_work(flops=2 * 8192**3, moved_bytes=3 * 2 * 8192**2, operands=text)
+
+    def copies() -> None:
+        for stream, name in ((1, STATE_TO_CARD), (2, STATE_TO_HOST)):
+            builder.begin_op(name, stream=stream)
+            builder.op_work(flops=0, moved_bytes=1 << 24)
+
+    for step in range(3):
+        builder.step = step
+        product(Phase.FORWARD)
+        if in_backward:
+            copies()
+        product(Phase.BACKWARD)
+        builder.append(EventKind.EVENT_RECORD, stream=0, aux=1)
+        if not in_backward:
+            builder.append(EventKind.EVENT_WAIT, stream=1, aux=1)
+            builder.append(EventKind.EVENT_WAIT, stream=2, aux=1)
+            copies()
+        builder.append(EventKind.SYNCHRONIZE, stream=-1)
+    return builder.build(TraceMeta(optimizer_steps=3, steady_steps=[1, 2]))
+
+
+def test_a_step_waits_for_state_that_nothing_runs_beside() -> None:
+    """Both directions go at once; the step's own time is without the link."""
+    copy = (1 << 24) / H100.host_link_bytes_per_second
+    after = moving_state(in_backward=False)
+    assert state_wait(after, H100) == pytest.approx(copy)
+    beside = moving_state(in_backward=True)
+    assert state_wait(beside, H100) == pytest.approx(0.0, abs=1e-9)
+    told = [step_time(one, H100) for one in (after, beside)]
+    assert told[0] is not None and told[1] is not None
+    assert told[0].seconds == pytest.approx(told[1].seconds, rel=1e-3)
+    assert state_wait(trained(collective=True), H100) is None

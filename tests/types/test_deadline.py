@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from memplan.types.deadline import PATIENCE, Deadline
+from memplan.types.deadline import PATIENCE, SEARCH_PATIENCE, Deadline
 
 
 class Clocks:
@@ -33,6 +33,19 @@ def test_a_machine_that_gives_no_cpu_time_ends_it_too(monkeypatch: pytest.Monkey
     cpu = Deadline(10.0, cpu_time=True)
     clocks.wall += PATIENCE * 10.0
     assert cpu.passed
+
+
+def test_a_search_waits_longer_for_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So does each of its parts: none ends early while the CPU time of all is not used up."""
+    clocks = Clocks(monkeypatch)
+    search = Deadline(10.0, cpu_time=True, patience=SEARCH_PATIENCE)
+    clocks.wall += 16 * 9.0  # a sixteenth of a core
+    clocks.cpu += 9.0
+    assert not search.passed and search.left() > 0.2
+    part = search.again(1.0)
+    clocks.wall += 16 * 0.9
+    clocks.cpu += 0.9
+    assert not part.passed
 
 
 def test_shares(monkeypatch: pytest.MonkeyPatch) -> None:

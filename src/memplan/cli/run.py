@@ -115,10 +115,13 @@ def _prepare(args: argparse.Namespace, program: ScriptTarget) -> tuple[Plan, Run
     serve = plan.allocation is not None or not name or bool(args.record)
     if not serve:
         _set_allocator(plan.alloc_conf)
+    from memplan.runtime.in_effect import without_gpu
     from memplan.runtime.planned.files import RunFiles
     from memplan.runtime.planned.install import PlannedRun, compare, start
 
     files = RunFiles(_note, name, trace, stats, overwrite=args.force, price=args.price)
+    if said := without_gpu(plan):
+        files.say(said)
     if not serve:
         compare(plan, program.command, files.say)
         return plan, files, PlannedRun()

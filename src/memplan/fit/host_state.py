@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 
+import msgspec
+
 from memplan.fit.answer import Lever
 from memplan.fit.plans import Planner
 from memplan.fit.state import State
 from memplan.report.text import format_bytes
+from memplan.timing.seconds import op_seconds
+from memplan.timing.step import state_wait, steady_ops
 from memplan.types.errors import NoAnswerError
 from memplan.types.plan import StatePart
-from memplan.types.trace import EventKind, Role, Trace
+from memplan.types.trace import EventKind, Phase, Role, Trace
 
 _STEP = 0.125
 """Shares of state are compared in steps of this."""
@@ -24,8 +28,8 @@ def with_state_on_host(state: State, share: float | None = None) -> State:
     all of it where it fits without; as it is, with a sentence, where there is none or the script
     fails with it.
 
-    The time added is that of moving it: both directions go at once, and nothing else is counted as
-    done meanwhile.
+    The time added is that by which the card waits for it, as the capture shows which operators run
+    beside which copies; all of the copies' where others are on the link meanwhile.
     """
     total, first, largest = _shares(state)
     if not first or state.plan.low_bit is not None:
@@ -50,13 +54,15 @@ def cheaper_share(
     total, some, share = _shares(plain)
     if not some or base.plan.low_bit is not None:
         return None
-    now = base.plan.state.share if base.plan.state is not None else 0.0
+    link = base.job.profile.host_link_bytes_per_second
+    part = base.plan.state
+    now, waits = (part.share, part.added_seconds) if part is not None else (0.0, 0.0)
+    beside = now * total / link - waits if part is not None else _beside(base)
     best, least, before = None, seconds - worth, math.inf
     while share > 0:
-        freed = int((share - now) * total)
-        added = planner.added_with(freed)
+        added = planner.added_with(int((share - now) * total))
         added = math.inf if added is None else added + base.added_seconds
-        added += freed / base.job.profile.host_link_bytes_per_second
+        added += max(share * total / link - beside, 0.0) - waits
         if not added < before:  # it falls, then rises
             break
         if added < least and share != now:
@@ -68,14 +74,42 @@ def cheaper_share(
 def least_seconds(state: State) -> float:
     """What it adds to a step at the least, known before a capture."""
     total, share, _ = _shares(state)
-    return share * total / state.job.profile.host_link_bytes_per_second
+    seconds = share * total / state.job.profile.host_link_bytes_per_second
+    return max(seconds - _beside(state), 0.0)
 
 
 def is_quick(state: State) -> bool:
     """Whether it adds so little to a step that it is tried before recomputation."""
     with suppress(NoAnswerError):
-        return 0 < least_seconds(state) < _QUICK * state.step_seconds()
+        return _shares(state)[1] > 0 and least_seconds(state) < _QUICK * state.step_seconds()
     return False
+
+
+def _beside(state: State) -> float:
+    """Seconds of the step's operators that may run while state passes the link."""
+    trace, profile = state.captured.trace, state.job.profile
+    start, stop = steady_ops(trace)
+    phase, first = trace.ops.phase[start:stop], trace.meta.steady_steps
+    beside = phase == Phase.OPTIMIZER
+    if state.plan.order is not None:
+        beside |= phase == Phase.BACKWARD
+    seconds = op_seconds(trace, profile, start, stop)[beside].sum()
+    return float(seconds) / (max(first[1] - first[0], 1) if first else 1)
+
+
+def among_other_copies(state: State) -> State:
+    """The same where other copies pass the link in the backward pass, too: state that moves there
+    may then add all the time that its own copies take."""
+    part = state.plan.state
+    if part is None or state.plan.order is None:
+        return state
+    seconds = part.host_bytes / state.job.profile.host_link_bytes_per_second
+    levers = (
+        msgspec.structs.replace(one, added_seconds=seconds) if one.kind == "state" else one
+        for one in state.levers
+    )
+    part = msgspec.structs.replace(part, added_seconds=seconds)
+    return state.with_parts(state=part).with_levers(*levers)
 
 
 def _shares(state: State) -> tuple[int, float, float]:
@@ -88,8 +122,10 @@ def _shares(state: State) -> tuple[int, float, float]:
 def _tried(state: State, total: int, share: float) -> State:
     def part(after: State) -> StatePart:
         moved = total - state_bytes(after.captured.trace)
-        seconds = moved / state.job.profile.host_link_bytes_per_second
-        return StatePart(share=share, host_bytes=moved, added_seconds=seconds)
+        waits = state_wait(after.captured.trace, state.job.profile)
+        if waits is None or state.plan.frozen is not None:
+            waits = moved / state.job.profile.host_link_bytes_per_second
+        return StatePart(share=share, host_bytes=moved, added_seconds=waits)
 
     def lever(after: State) -> Lever:
         name = f"{format_bytes(part(after).host_bytes)} on the host"

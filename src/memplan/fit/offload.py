@@ -8,6 +8,7 @@ import msgspec
 
 from memplan.fit.answer import Lever
 from memplan.fit.budgets import Card, Outcome, first_budget, next_budget
+from memplan.fit.host_state import among_other_copies
 from memplan.fit.levers import recompute_levers
 from memplan.fit.lifetimes import with_observed_lifetimes
 from memplan.fit.plans import Planned
@@ -18,7 +19,7 @@ from memplan.recompute.offload import Link, OffloadSearch, to_offload_part
 from memplan.recompute.selection import to_part
 from memplan.recompute.transfers import Judged
 from memplan.report.text import format_bytes
-from memplan.types.deadline import Deadline
+from memplan.types.deadline import SEARCH_PATIENCE, Deadline
 from memplan.types.step_graph import StepGraph
 
 _MOST_ATTEMPTS = 5
@@ -35,7 +36,7 @@ class OffloadPlanner:
         """`base`: the job with what stays in effect in every plan. `graph`: of its step, with
         lifetimes that other captures have shown."""
         profile = base.job.profile
-        self._base = base
+        self._base = among_other_copies(base)
         self._card = Card(profile.total_memory_bytes, profile.context_high_bytes)
         self._link = Link(profile.host_link_bytes_per_second, base.host_left)
         self._graph = graph
@@ -71,7 +72,8 @@ class OffloadPlanner:
     def _plan(self, budget: int) -> Judged:
         """The best for the budget; where there is none, the one with the least peak."""
         shared, began = self._base.job.search, time.process_time()
-        deadline = Deadline(shared.solving_seconds(_SOLVE_SECONDS), cpu_time=True)
+        seconds = shared.solving_seconds(_SOLVE_SECONDS)
+        deadline = Deadline(seconds, cpu_time=True, patience=SEARCH_PATIENCE)
         search = OffloadSearch(self._graph, self._link, deadline)
         found = search.within(budget) or search.lowest()
         shared.solved(began)

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 
 from memplan.fit.answer import Attempt, Lever
 from memplan.fit.judge import Verdict
-from memplan.types.deadline import PATIENCE
 from memplan.types.plan import Plan
 
 Progress = Callable[[str], None]
 _SOLVER_SECONDS = 60.0
 """The most CPU time of all solvers together, so that a plan does not depend on the load."""
+_SHARE = 0.25
+"""The most of what is left that one solver takes."""
 _LEAST_SECONDS = 0.2
 
 
@@ -90,8 +91,8 @@ class Search:
         self.progress(f"{self._text}{left}")
 
     def solving_seconds(self, most: float) -> float:
-        """Seconds for the next solver, which may take `PATIENCE` times as long by the clock."""
-        return max(min(most, self._solver_seconds / PATIENCE), _LEAST_SECONDS)
+        """Seconds for the next solver: so much that a few more have a share."""
+        return max(min(most, self._solver_seconds * _SHARE), _LEAST_SECONDS)
 
     def solved(self, began: float) -> None:
         """A solver that began at that `time.process_time()` has ended."""

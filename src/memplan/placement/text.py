@@ -20,7 +20,7 @@ def text(found: Placement) -> str:
     ]
     lines = [f"{count}{found.card.card}: {_room(found.card)}", ""]
     lines += [f"  {name:<11}{said}" for name, said in rows if said]
-    lines += [f"\nnote: {clean(note)}" for note in found.notes]
+    lines += [""] * bool(found.notes) + [f"note: {clean(note)}" for note in found.notes]
     return "\n".join(lines) + "\n"
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from memplan.recompute.evaluate import Evaluator
 from memplan.recompute.planner import Planner
 from memplan.recompute.selection import Selection
-from memplan.types.deadline import Deadline
+from memplan.types.deadline import SEARCH_PATIENCE, Deadline
 from memplan.types.step_graph import StepGraph
 
 POINTS = 11
@@ -52,7 +52,7 @@ def frontier(
     larger budget never has more added time, a smaller one never a higher peak. Raises ValueError
     for a graph that contradicts itself.
     """
-    deadline = Deadline(deadline_seconds, cpu_time=True)
+    deadline = Deadline(deadline_seconds, cpu_time=True, patience=SEARCH_PATIENCE)
     planner = Planner(graph, deadline)
     effort = SMALL_EFFORT if len(planner.drops) <= 24 else EFFORT
     if budgets is None:

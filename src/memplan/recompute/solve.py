@@ -9,7 +9,7 @@ import math
 
 from memplan.recompute.planner import Candidate, Planner
 from memplan.recompute.selection import Selection
-from memplan.types.deadline import Deadline
+from memplan.types.deadline import SEARCH_PATIENCE, Deadline
 from memplan.types.solution import Infeasible, Solution, Solved, TimedOut
 from memplan.types.step_graph import StepGraph
 
@@ -41,7 +41,7 @@ class Solver:
         `best` None, if nothing was found although the bound allows it; `least_peak` then gives the
         nearest selection.
         """
-        deadline = Deadline(deadline_seconds, cpu_time=True)
+        deadline = Deadline(deadline_seconds, cpu_time=True, patience=SEARCH_PATIENCE)
         planner = self._planner_of(graph, deadline)
         least = planner.bounds.least_peak
         if budget_bytes < least:
@@ -67,7 +67,7 @@ class Solver:
         """The selection with the lowest peak of the step that was found; of equals, the quickest.
         Cost and bound are bytes. It is always Solved, because dropping nothing is a selection,
         too."""
-        deadline = Deadline(deadline_seconds, cpu_time=True)
+        deadline = Deadline(deadline_seconds, cpu_time=True, patience=SEARCH_PATIENCE)
         planner = self._planner_of(graph, deadline)
         _search(planner, 0, deadline.part(2))
         _search(planner, planner.lowest().peak, deadline)
@@ -93,7 +93,7 @@ def least_peak_within(
     Solved, because dropping nothing adds no time. Raises ValueError for a graph that contradicts
     itself.
     """
-    deadline = Deadline(deadline_seconds, cpu_time=True)
+    deadline = Deadline(deadline_seconds, cpu_time=True, patience=SEARCH_PATIENCE)
     planner = Planner(graph, deadline)
     _search(planner, 0, deadline.part(_HALVINGS + 1))
     low = planner.lowest().peak

@@ -7,8 +7,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from memplan.types.plan import CompiledRegion, Plan
 from memplan.types.run_outcome import EarlyUpdates
+
+_ON_ANY_DEVICE = ("recompute", "order", "regions", "loss", "low_bit")
+_OFF_THE_CARD = ("offload", "state", "frozen")
+"""Parts that move a GPU's memory to the host."""
 
 
 @dataclass
@@ -35,9 +41,18 @@ def plan_in_effect(
         changes = " ".join(f"{change.option} {change.value}" for change in plan.arguments.changes)
         made_for = " ".join(plan.made_from.command)
         on_note("arguments", f"{changes} is not set: the plan was made for {made_for}")
+    taken = 0
+
+    def too_little(nbytes: int) -> str:
+        """Why the host has no room for these bytes of a part, beside those of the parts before."""
+        nonlocal taken
+        reason = _too_little(taken + nbytes)
+        taken += 0 if reason else nbytes
+        return reason
+
     with ExitStack() as stack:
         offload = plan.offload if plan.offload is not None and plan.offload.values else None
-        if offload is not None and (reason := _too_little(offload.host_bytes)):
+        if offload is not None and (reason := too_little(offload.host_bytes)):
             on_note("offload", f"nothing is offloaded: {reason}")
             offload = None
         if (plan.recompute is not None and plan.recompute.groups) or offload is not None:
@@ -57,7 +72,7 @@ def plan_in_effect(
 
             stack.enter_context(ChunkedLoss(plan.loss))
         if plan.frozen is not None:
-            if reason := _too_little(plan.frozen.host_bytes):
+            if reason := too_little(plan.frozen.host_bytes):
                 on_note("frozen", f"frozen weights stay on the card: {reason}")
             else:
                 from memplan.runtime.frozen import FrozenWeights
@@ -79,10 +94,25 @@ def plan_in_effect(
 
             stack.enter_context(LowBit(partial(on_note, "low_bit")))
         if plan.state is not None:
-            from memplan.runtime.host_state import HostState
+            if reason := too_little(plan.state.host_bytes):
+                on_note("state", f"optimizer state stays on the card: {reason}")
+            else:
+                from memplan.runtime.host_state import HostState
 
-            stack.enter_context(HostState(plan.state, partial(on_note, "state")))
+                stack.enter_context(HostState(plan.state, partial(on_note, "state")))
         yield found
+
+
+def without_gpu(plan: Plan) -> str:
+    """A sentence about what of a plan is in effect where there is no GPU; empty where there is one,
+    and where the plan has nothing of the kind."""
+    if torch.cuda.device_count():
+        return ""
+    found = [name for name in _ON_ANY_DEVICE if getattr(plan, name) is not None]
+    off = [name for name in _OFF_THE_CARD if getattr(plan, name) is not None]
+    said = [f"in effect on the CPU: {', '.join(found)}"] if found else []
+    said += [f"not in effect, for it moves a GPU's memory: {', '.join(off)}"] if off else []
+    return f"no GPU here; of the plan, {'; '.join(said)}" if said else ""
 
 
 def _too_little(nbytes: int) -> str:

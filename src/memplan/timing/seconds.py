@@ -14,7 +14,7 @@ import numpy as np
 from memplan.timing.table import KernelTimes, kernel_times
 from memplan.timing.workload import Workload, workload
 from memplan.types.device import DeviceProfile
-from memplan.types.op_names import FETCH
+from memplan.types.op_names import FETCH, STATE_TO_CARD, STATE_TO_HOST
 from memplan.types.step_graph import F64, Bools
 from memplan.types.trace import Trace
 
@@ -43,13 +43,24 @@ def op_seconds(
     work = workload(trace, profile.sm_count, start, stop)
     seconds = by_operator(work, kernel_seconds(work, profile, kernel_times()))
     rows = slice(start, stop)
-    over_link = trace.ops.moved_bytes[rows] / profile.host_link_bytes_per_second
-    return np.where(fetches(trace)[rows], over_link, seconds)
+    seconds = np.where(fetches(trace)[rows], over_link(trace, profile)[rows], seconds)
+    return np.where(moves_state(trace)[rows], 0.0, seconds)
+
+
+def over_link(trace: Trace, profile: DeviceProfile) -> F64:
+    """Seconds of operators whose bytes come from the host or go there."""
+    return trace.ops.moved_bytes / profile.host_link_bytes_per_second
 
 
 def fetches(trace: Trace) -> Bools:
     """Operators that copy a weight from the host to the card, which the link bounds."""
     return np.array([text == FETCH for text in trace.strings], bool)[trace.ops.name]
+
+
+def moves_state(trace: Trace) -> Bools:
+    """Operators that copy optimizers' state between the host and the card, beside the kernels."""
+    names = (STATE_TO_CARD, STATE_TO_HOST)
+    return np.array([text in names for text in trace.strings], bool)[trace.ops.name]
 
 
 def by_operator(work: Workload, each: F64) -> F64:

@@ -17,7 +17,14 @@ from memplan.timing.collectives import (
     span,
 )
 from memplan.timing.host import host_seconds
-from memplan.timing.seconds import by_operator, kernel_seconds, op_seconds, peak_rates
+from memplan.timing.seconds import (
+    by_operator,
+    kernel_seconds,
+    moves_state,
+    op_seconds,
+    over_link,
+    peak_rates,
+)
 from memplan.timing.table import KernelTimes, kernel_times
 from memplan.timing.timeline import SteadyRun, steady_run
 from memplan.timing.workload import Workload, workload
@@ -111,6 +118,7 @@ def priced_step(
     sent = _communication(trace, start, stop, profile, table)
     again = _replayed(trace, start, stop, profile)
     device = np.select([sent >= 0, again >= 0], [sent, again], by_operator(work, each))
+    device[moves_state(trace)[start:stop]] = 0.0
     host = host_seconds(trace, table.host, start, stop)
     return PricedStep(
         trace=trace,
@@ -169,6 +177,17 @@ def _input(loaders: list[InputTime], step: float) -> tuple[float | None, float |
         for one, seconds in zip(loaders, takes, strict=True)
     ]
     return sum(takes), sum(late)
+
+
+def state_wait(trace: Trace, profile: DeviceProfile) -> float | None:
+    """Seconds by which a step is longer than its operators because optimizers' state passes the
+    link to the host; None as `priced_step`, and where none does."""
+    priced = priced_step(trace, profile)
+    if priced is None or not (moving := moves_state(trace)[priced.rows]).any():
+        return None
+    device = np.where(moving, over_link(trace, profile)[priced.rows], priced.device)
+    run = steady_run(trace, priced.start, priced.stop, device, priced.host)
+    return max(run.seconds - priced.run.seconds, 0.0) / priced.steps
 
 
 def collective_times(priced: PricedStep) -> list[CollectiveTime]:

@@ -11,6 +11,9 @@ from typing import TypeVar
 
 PATIENCE = 4.0
 """Seconds by the clock that work may take for each second of CPU time that it was given."""
+SEARCH_PATIENCE = 20.0
+"""The same for a search, which computes all the time: the less of the machine it gets, the longer
+it takes, as captures do, rather than find less."""
 _FOREVER_SECONDS = 1e9
 _LOOK_SECONDS = 0.1
 _T = TypeVar("_T")
@@ -20,15 +23,18 @@ class Deadline:
     """So many seconds from now on, for ever without them, and no longer once `end` is called.
 
     By the clock; with `cpu_time` in CPU time of this process, so that an answer does not depend on
-    what else the machine does, and by the clock at most `PATIENCE` times as long.
+    what else the machine does, and by the clock at most `patience` times as long.
     """
 
-    def __init__(self, seconds: float = math.inf, *, cpu_time: bool = False) -> None:
+    def __init__(
+        self, seconds: float = math.inf, *, cpu_time: bool = False, patience: float = PATIENCE
+    ) -> None:
         self._never = seconds == math.inf
         self._cpu_time = cpu_time
+        self._patience = patience
         self._cpu_end = time.process_time() + seconds
         self._began = time.monotonic()
-        self._end = self._began + (PATIENCE if cpu_time else 1) * seconds
+        self._end = self._began + (patience if cpu_time else 1) * seconds
         self.stop = bytearray(1)
         """1 once `end` was called; native code looks at it."""
 
@@ -38,7 +44,7 @@ class Deadline:
             return 0.0
         left = self._end - time.monotonic()
         if self._cpu_time:
-            left = min(self._cpu_end - time.process_time(), left / PATIENCE)
+            left = min(self._cpu_end - time.process_time(), left / self._patience)
         return min(max(left, 0.0), _FOREVER_SECONDS)
 
     @property
@@ -60,7 +66,7 @@ class Deadline:
 
     def again(self, seconds: float) -> Deadline:
         """Another one, of so many seconds from now on, that ends with this one's `end`, too."""
-        other = Deadline(seconds, cpu_time=self._cpu_time)
+        other = Deadline(seconds, cpu_time=self._cpu_time, patience=self._patience)
         other.stop = self.stop
         return other
 

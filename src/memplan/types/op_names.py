@@ -33,6 +33,8 @@ UNINITIALISED = frozenset(
 
 FETCH = "memplan.fetch.default"
 """The name in a trace of a copy of a weight from the host to the device."""
+STATE_TO_CARD, STATE_TO_HOST = "memplan.state_to_card", "memplan.state_to_host"
+"""The names in a trace of copies of an optimizer's state that the plan keeps on the host."""
 GRAPH_REPLAY = "cuda.graph_replay"
 """The name in a trace of a CUDA graph's replay: the operators `FIRST:STOP` run again."""
 

@@ -60,6 +60,22 @@ def test_the_default_is_multi_tensor(name: str) -> None:
     assert trace.meta.optimizer_steps == 3
 
 
+def test_multi_tensor_operators_move_their_views_alone() -> None:
+    """Gradients in a buffer that all share, as DDP's buckets are."""
+
+    def job() -> None:
+        shared = torch.ones(4096, device="cuda")
+        torch._foreach_add_([torch.ones(16, device="cuda")], [shared[:16]])
+
+    trace = record(job)
+    [row] = [
+        row
+        for row, name in enumerate(trace.ops.name.tolist())
+        if trace.strings[name].startswith("aten._foreach_add_")
+    ]
+    assert trace.ops.moved_bytes[row] == 3 * 16 * 4
+
+
 def test_asking_for_a_loop_gives_a_loop() -> None:
     found = operators(record(training(lambda p: optim.AdamW(p, foreach=False))), Phase.OPTIMIZER)
     assert not any(op.startswith("_foreach_") for op in found)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memplan.capturing.recording.work import extent
 from memplan.capturing.state import CaptureState, Handler
 
 if TYPE_CHECKING:
@@ -33,7 +34,11 @@ def in_place(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     factors = [item for item in args if isinstance(item, torch.Tensor)]  # such as a clipping one
     state.begin_op(func, [*tensors, *factors])
-    state.recorder.builder.op_writes(state.numbers(args[0]))
+    builder = state.recorder.builder
+    builder.op_writes(state.numbers(args[0]))
+    # Of a storage that many share (DDP's buckets, a flat parameter) an operator moves its views.
+    moved = sum(map(extent, (*tensors, *factors, *args[0])))
+    builder.op_work(flops=0, moved_bytes=moved)
     return None
 
 
