@@ -264,8 +264,8 @@ def improve_order(
 def take_file_calls(answers: object, written: str) -> None:
     """From now on, what native libraries do with paths is answered by attributes of `answers`:
     `found(path, follow)` with the path of a file to read, and the functions of `os` of these names:
-    open, unlink, rmdir, mkdir, chmod, truncate, rename, link, symlink. Paths are bytes. What is read
-    from a directory that does not exist below the directory `written` is not asked about."""
+    open, unlink, rmdir, mkdir, chmod, truncate, rename, link, symlink. Paths are bytes. Files to
+    read are not asked about where the directory `written` has nothing of the folder they are in."""
 
 def give_back_file_calls() -> None:
     """Undo `take_file_calls`."""

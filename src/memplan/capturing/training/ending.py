@@ -63,7 +63,7 @@ class Ending:
         self.step_batches = StepBatches()
         self.draining = False
         self.later = LaterEpochs()
-        self._loops = PlainLoops()
+        self.loops = PlainLoops()
         self._waits = Waits()
         self._reading: weakref.WeakSet[Any] = weakref.WeakSet()
         self._last: weakref.ref[Any] | None = None
@@ -109,7 +109,7 @@ class Ending:
         self._install_in_loaders(patches)
         self._install_in_iterators(patches)
         observer.on_backward(self._before_backward)
-        self._loops.install(patches)
+        self.loops.install(patches)
 
     def _install_in_iterators(self, patches: Patches) -> None:
         iterator = dataloader._BaseDataLoaderIter
@@ -229,13 +229,13 @@ class Ending:
         sizes come next, if there are any; then the loaders being read run dry, or the loop ends, or
         the script is stopped here."""
         self.inputs.keep()
-        if at_once or not (self._reading or self._loops.end()):
+        if at_once or not (self._reading or self.loops.end()):
             self.stop()
         if self.whole_run is not None and self.whole_run.feeding:
             self.whole_run.others(steps)
             return
         self._drain()
-        self._loops.stepped()
+        self.loops.stepped()
         if self.whole_run is None or not self.whole_run.fetches_ahead:
             self._bring_forward()
 
@@ -262,7 +262,7 @@ class Ending:
             self._forward_from = self.state.recorder.live_bytes
         if not self.draining:
             return
-        self._loops.leave()
+        self.loops.leave()
         if not training:
             self._evaluated = True
         elif not self._evaluated:
@@ -278,7 +278,7 @@ class Ending:
         self.state.recorder.flush()
         step = self.state.recorder.builder.step
         self.step_batches.backward(step, self.state.copies_from_host)
-        self._loops.backward(step)
+        self.loops.backward(step)
         alive = self.state.recorder.live_bytes
         begun = alive if self._forward_from is None else self._forward_from
         self._forward_from = None
@@ -286,11 +286,11 @@ class Ending:
         if not self.draining:
             self._most_calls, self._calls = max(self._most_calls, self._calls), 0
             self._most = max(self._most[0], held[0]), max(self._most[1], held[1])
-        elif self._loops.used:
-            self._loops.leave()
-            if self._loops.passed and self._is_more(held):
+        elif self.loops.used:
+            self.loops.leave()
+            if self.loops.passed and self._is_more(held):
                 self._train_on()
-            elif not self._loops.trains_again():
+            elif not self.loops.trains_again():
                 self.stop()
             self._forwards_left = _FORWARDS_AHEAD
         elif self._opened_another and self._is_more(held):
@@ -323,7 +323,7 @@ class Ending:
             )
             self.stop()
         self._trainings += 1
-        self._loops.go_on()
+        self.loops.go_on()
         self.draining = self.state.answers.finishing = False
         if self.whole_run is not None:
             self.whole_run.trains()
@@ -336,7 +336,7 @@ class Ending:
     def another_kind(self) -> None:
         """To be called before the first step of an optimizer of another kind than those before: the
         loop around it may have been told to end, because its training needed no more so far."""
-        if self.draining and self._loops.used:
+        if self.draining and self.loops.used:
             self._train_on()
 
     def after_step(self) -> None:
@@ -348,8 +348,8 @@ class Ending:
             return
         if self.whole_run is not None:
             self._bring_forward()
-        if self._loops.used:
-            self._loops.stepped()
+        if self.loops.used:
+            self.loops.stepped()
             return
         if not self.later.begun and (self._evaluated or self._opened_another):
             self._train_no_more()
@@ -433,22 +433,12 @@ class Ending:
         return [*ahead, *self._sizes.notes()]
 
     @property
-    def skipped_turns(self) -> bool:
-        """Whether loops around the training were ended, with what they would train yet."""
-        return self._loops.skipped
-
-    @property
     def reads_some(self) -> bool:
         """Whether loaders were read, and only as far as steps differed."""
         return self.whole_run is None and self._sizes.any_read
 
     @property
-    def left_a_call(self) -> bool:
-        """Whether a call that trains was left before its end."""
-        return self._loops.left_a_call
-
-    @property
     def saw_evaluation(self) -> bool:
         """Whether anything ran without gradients on another loader since loaders ran dry, or after
         a loop without one."""
-        return self._evaluated and (self._opened_another or self._loops.used)
+        return self._evaluated and (self._opened_another or self.loops.used)

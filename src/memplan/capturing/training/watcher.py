@@ -362,9 +362,9 @@ class StepWatcher:
             if self.ending is not None and self.ending.reads_some:
                 later.append("larger batches, which --whole-run looks for")
             later.append("layers unfrozen")
-            if self.ending is not None and self.ending.skipped_turns:
+            if self.ending is not None and self.ending.loops.skipped:
                 later.append("further turns of the loops around the training")
-            if self.ending is not None and self.ending.left_a_call:
+            if self.ending is not None and self.ending.loops.left_a_call:
                 later.append("what an installed package's training does at its end")
             if self.state.recorder.finished:
                 later.append("what the script does after the training")
