@@ -12,7 +12,7 @@ from memplan.fit.host_state import among_other_copies, is_quick, least_seconds, 
 from memplan.fit.search import Search
 from memplan.fit.state import Job, State, first_state
 from memplan.runtime.in_effect import plan_in_effect
-from memplan.runtime.optimizer_in_backward import updates
+from memplan.runtime.optimizer_in_backward import preconditions, updates
 from memplan.types.device import find_profile
 from memplan.types.plan import OrderPart, Plan
 from memplan.worker.captures import Captured
@@ -34,8 +34,9 @@ def train() -> None:
 
 @pytest.fixture(autouse=True)
 def other_tests_are_no_part_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules of a job are searched for code that reads gradients."""
+    """Modules of a job are searched for code that reads gradients, and it may have compiled."""
     monkeypatch.setattr(updates, "reads_gradients", lambda: "")
+    monkeypatch.setattr(preconditions, "has_compiled", lambda: False)
 
 
 @pytest.fixture(scope="module")
