@@ -47,7 +47,7 @@ def run_fake(
     mutable = func._schema.is_mutable
     values = state.values
     known = values.compute(func, args, kwargs, fakes) if mutable else None
-    result = _begun(state, func, args, kwargs, fakes)
+    result = _begin_and_run(state, func, args, kwargs, fakes)
     outputs = [result] if isinstance(result, FakeTensor) else flat(result)
     if not mutable and not func.is_view:
         known = values.compute(func, args, kwargs, fakes, outputs)
@@ -106,14 +106,14 @@ def _without_real(
     return args, kwargs, [*fakes, *made]
 
 
-def _begun(
+def _begin_and_run(
     state: CaptureState,
     func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     fakes: list[FakeTensor],
 ) -> Any:
-    """The operator's result, after its event was begun."""
+    """Begin the operator's event, and return its result."""
     if state.sizes.any:
         new = func._opname.startswith("new_")
         state.sizes.begin(fakes, gradient_shapes(func, args), from_numbers=new)

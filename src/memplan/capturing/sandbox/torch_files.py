@@ -86,10 +86,9 @@ def patch_torch(patches: Patches, view: View, saved: Saved) -> dict[int, Any]:
         found = saved.find(_head(view, f))
         if found is not None:
             return saved.rebuild(found, map_location)
-        if _is_path(f):
-            f = view.reading(os.fsdecode(f))
-            if zipfile.is_zipfile(f):  # a checkpoint of a large model costs no memory until read
-                kwargs.setdefault("mmap", True)
+        # A checkpoint of a large model costs no memory until it is read.
+        if _is_path(f) and zipfile.is_zipfile(f):
+            kwargs.setdefault("mmap", True)
         if callable(map_location):
             return real_load(f, map_location, *args, **kwargs)
         places: dict[int, str] = {}
@@ -114,7 +113,7 @@ def patch_torch(patches: Patches, view: View, saved: Saved) -> dict[int, Any]:
         module = modules.get(_head(view, f).decode(errors="replace"))
         if module is not None:
             return module
-        return real_jit_load(view.reading(os.fsdecode(f)) if _is_path(f) else f, *args, **kwargs)
+        return real_jit_load(f, *args, **kwargs)
 
     for one in (jit.RecursiveScriptModule, jit.ScriptModule):
         patches.set(one, "save", lambda m, f, **kwargs: jit_save(m, f, **kwargs))
@@ -208,7 +207,7 @@ def patch_safetensors(
         found = saved.find(_head(view, filename))
         if found is not None:
             return SavedTensors(*saved.rebuild(found, device))
-        return real_open(view.reading(os.fsdecode(filename)), framework, device, **kwargs)
+        return real_open(filename, framework, device, **kwargs)
 
     def load(data: Any, *args: Any, **kwargs: Any) -> Any:
         found = saved.find(bytes(data[:MARKER_BYTES]))
@@ -220,7 +219,7 @@ def patch_safetensors(
         found = saved.find(_head(view, filename))
         if found is not None:
             return saved.rebuild(found, device)[0]
-        return real_load_file(view.reading(os.fsdecode(filename)), device, **kwargs)
+        return real_load_file(filename, device, **kwargs)
 
     pairs: list[tuple[Any, Callable[..., Any]]] = [
         (real_save_file, save_file),
