@@ -79,7 +79,7 @@ class _Writer:
     def free(self, storage: int, nbytes: int) -> None:
         self.builder.append(EventKind.FREE, storage, nbytes)
 
-    def write(self, ballast: int, *, clips: bool) -> Trace:
+    def write(self, ballast: int, *, clips: bool, passes: int = 1) -> Trace:
         builder = self.builder
         self.op("empty")
         weights = [self.alloc(self.weight, Role.PARAMETER, f"w{i}") for i in range(self.layers)]
@@ -87,7 +87,12 @@ class _Writer:
             self.alloc(ballast, Role.PARAMETER, "ballast")
         states: list[int] = []
         for step in range(_STEPS):
-            gradients = self._pass(weights, call=step)
+            gradients: list[int] = []
+            for number in range(passes):
+                made = self._pass(weights, call=step * passes + number)
+                for gradient in made if gradients else ():
+                    self.free(gradient, self.weight)
+                gradients = gradients or made
             if clips:
                 builder.phase = Phase.OTHER
                 self.op("linalg_vector_norm", gradients)
@@ -161,7 +166,8 @@ class _Writer:
 
 @dataclass
 class ChainProgram:
-    """Captures `train.py --batch-size N`: 24 layers of 64 MiB at batch 8, and its weights."""
+    """Captures `train.py --batch-size N --accumulate N`: 24 layers of 64 MiB at batch 8, and their
+    weights."""
 
     profile: DeviceProfile
     layers: int = 24
@@ -189,9 +195,8 @@ class ChainProgram:
         if on_host and not self.moves_state:
             raise not_captured("this optimizer's state stays where it is")
         self.asked.append((program, plan))
-        batch = BATCH
-        if "--batch-size" in program.argv:
-            batch = int(program.argv[program.argv.index("--batch-size") + 1])
+        changed = program if plan is None else program.with_arguments(plan)
+        batch, passes = _option(changed, "--batch-size", BATCH), _option(changed, "--accumulate", 1)
         if self.refuses(batch):
             raise not_captured(f"no batch of {batch}\nwith a second line")
         groups = [{place.nth for place in group.drop} for group in _groups(plan)]
@@ -205,8 +210,13 @@ class ChainProgram:
         writer = _Writer(
             self.layers, 8 * MIB * batch, weight, groups, early, state=state, flops=self.flops
         )
-        trace = writer.write(max(extra, 0), clips=self.clips)
+        trace = writer.write(max(extra, 0), clips=self.clips, passes=passes)
         return Captured(trace, estimate(trace, self.profile))
+
+
+def _option(program: ScriptTarget, name: str, default: int) -> int:
+    argv = program.argv
+    return int(argv[argv.index(name) + 1]) if name in argv else default
 
 
 def _groups(plan: Plan | None) -> Iterator[RecomputeGroup]:

@@ -434,3 +434,19 @@ def test_a_job_without_backward_gets_changes_only(
     assert any("Nothing can be recomputed" in note for note in fitted.answer.notes)
     assert fitted.answer.changes[0].kind == "batch_size"
     assert not fitted.answer.changes[0].recompute
+
+
+def test_smaller_batches_take_the_place_of_state_on_the_host(program: ScriptTarget) -> None:
+    """Not the largest that fit by themselves, but the next larger, with some recomputation."""
+    Path(program.name).write_text(SOURCE + 'parser.add_argument("--accumulate", default=1)\n')
+    chain = job("2000MiB", moves_state=True, flops=10**9)
+    fitted = fit(program, chain.profile, chain, Greedy(), limits=Limits("rounding"))
+    plans = [plan for _, plan in chain.asked if plan is not None]
+    assert any(plan.state and plan.arguments for plan in plans), "on top of it first"
+    assert fitted.plan is not None and fitted.plan.arguments is not None
+    assert fitted.plan.state is None and fitted.plan.recompute is not None
+    alone = [one for one in plans if one.arguments and not (one.state or one.recompute)]
+    batches = {one.arguments.changes[0].value for one in alone if one.arguments}
+    assert fitted.plan.arguments.changes[0].value > min(batches)
+    assert fitted.answer.exact is not None
+    assert fitted.answer.added_fraction < fitted.answer.exact.added_fraction / 2

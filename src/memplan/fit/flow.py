@@ -25,9 +25,9 @@ from memplan.fit.host_state import (
     least_seconds,
     with_state_on_host,
 )
-from memplan.fit.loss import with_loss_in_chunks
+from memplan.fit.loss import with_loss_in_chunks, with_smaller_chunks
 from memplan.fit.low_bit import with_low_bit_state
-from memplan.fit.micro_batches import with_micro_batches
+from memplan.fit.micro_batches import with_larger_batches, with_micro_batches
 from memplan.fit.nearest import nearest_changes
 from memplan.fit.offload import OffloadPlanner
 from memplan.fit.optimizer_in_backward import with_optimizer_in_backward
@@ -72,6 +72,9 @@ class _Lever(NamedTuple):
     """Whether it should add next to nothing, and is tried before recomputation."""
     instead_of: str = ""
     """A part of plans that it takes the place of."""
+    otherwise: Callable[[State, State, bool], State | None] = lambda base, changed, fits: None
+    """From the job without it, with it, and whether that came to fit: the job with more or less of
+    it, to be tried, too."""
 
 
 _LEVERS = (
@@ -85,9 +88,23 @@ _LEVERS = (
         least_seconds,
         first=is_quick,
     ),
-    _Lever("loss", "the loss in chunks", "rounding", with_loss_in_chunks, 0.01),
+    _Lever(
+        "loss",
+        "the loss in chunks",
+        "rounding",
+        with_loss_in_chunks,
+        0.01,
+        otherwise=with_smaller_chunks,
+    ),
     # It seldom adds less: an update's weights are read more often.
-    _Lever("batches", "smaller batches", "rounding", with_micro_batches, 0.1),
+    _Lever(
+        "batches",
+        "smaller batches",
+        "rounding",
+        with_micro_batches,
+        0.1,
+        otherwise=with_larger_batches,
+    ),
     _Lever(
         "low_bit",
         "optimizer state in 8 bits",
@@ -235,6 +252,7 @@ class _Finder:
             self._offload(self.best())
         else:
             self._balance()
+            self._without_state()
         if self._limits.frontier:
             self._capture_rows()
 
@@ -283,10 +301,21 @@ class _Finder:
             self._search.tried.append(lever.kind)
         if changed is base:
             return
+        fits = self._add_route(lever, changed)
+        other, end = lever.otherwise(base, changed, fits), self.best().end
+        if other is not None and (
+            not end.fits or other.added_seconds < end.added_seconds - self._gain
+        ):
+            self._add_route(lever, other.found())
+
+    def _add_route(self, lever: _Lever, base: State) -> bool:
+        """Whether the job fits with it, and with recomputation on top."""
         try:
-            self._routes.append(self._route(changed))
+            self._routes.append(self._route(base))
         except CaptureFailedError as error:
             self.notes.append(f"With {lever.words} and recomputation, {_failure(error)}")
+            return False
+        return self._routes[-1].end.fits
 
     def _balance(self) -> None:
         """Another share of the optimizer's state on the host, with more or less recomputation."""
@@ -300,6 +329,16 @@ class _Finder:
         if share is not None:
             again = partial(with_state_on_host, share=share)
             self._try(lever._replace(apply=again, instead_of="state"))
+
+    def _without_state(self) -> None:
+        """Try levers that came on top of state on the host in its place, where it costs much."""
+        for lever in reversed(self._levers):
+            part = self.best().base.plan.state
+            if part is None or part.added_seconds <= self._gain:
+                return
+            instead = lever._replace(instead_of="state")
+            if lever.numbers == "rounding" and self._may_beat(instead, self.best().end):
+                self._try(instead)
 
     def _offload(self, route: _Route) -> None:
         """Try to offload values where that is cheaper than to recompute them as this route does."""

@@ -10,21 +10,45 @@ from memplan.types.plan import LossHead, LossPart
 from memplan.types.trace import Role, Trace
 
 _CHUNK_BYTES = 256 << 20
-"""The most bytes of a chunk of logits in float32."""
-_CHUNK_SHARE = 1 / 64
+"""Of a chunk of logits in float32."""
+_CHUNK_SHARE, _LARGE_SHARE = 1 / 64, 1 / 16
 """The most bytes of a chunk as a share of the card's: a few such tensors exist at once."""
-_LEAST_ROWS = 256
-"""A product of fewer rows keeps a card from its rate."""
+_LEAST_ROWS, _ENOUGH_ROWS = 256, 1024
+"""Each chunk reads the head's weight and adds to its gradient. At 256 rows that takes about as long
+as the products, since a card computes some 200 FLOPs in the time of a byte; at 1,024 a quarter."""
 
 
 def with_loss_in_chunks(state: State) -> State:
-    """The job with its logits in chunks; as it is where no logits are worth it."""
+    """The job with its logits in chunks that add little time; as it is where no logits are worth
+    it."""
     heads = heads_of(state.captured.trace)
     if not heads:
         return state
-    widest = max(head.classes for head in heads)
-    share = int(_CHUNK_SHARE * state.job.profile.total_memory_bytes)
-    rows = max(min(_CHUNK_BYTES, share) // (4 * widest), _LEAST_ROWS)
+    large = min(_ENOUGH_ROWS, _rows(state, heads, _LARGE_SHARE))
+    return _in_chunks(state, heads, max(_few_rows(state, heads), large))
+
+
+def with_smaller_chunks(state: State, larger: State, fits: bool) -> State | None:
+    """The job with chunks that add more time, where it does not fit with `larger` ones; None where
+    there are none."""
+    if fits or larger.plan.loss is None:
+        return None
+    heads = larger.plan.loss.heads
+    rows = _few_rows(state, heads)
+    found = _in_chunks(state, heads, rows) if rows < larger.plan.loss.rows else state
+    return found if found.plan.loss is not None else None
+
+
+def _few_rows(state: State, heads: list[LossHead]) -> int:
+    return max(_rows(state, heads, _CHUNK_SHARE), _LEAST_ROWS)
+
+
+def _rows(state: State, heads: list[LossHead], share: float) -> int:
+    most = min(_CHUNK_BYTES, int(share * state.job.profile.total_memory_bytes))
+    return most // (4 * max(head.classes for head in heads))
+
+
+def _in_chunks(state: State, heads: list[LossHead], rows: int) -> State:
     return state.with_tried(
         lambda after: Lever(
             kind="loss",

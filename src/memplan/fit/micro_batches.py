@@ -36,7 +36,7 @@ def with_micro_batches(state: State) -> State:
         return state.with_note(
             "Smaller batches were not tried: batch norm takes its statistics over a batch."
         )
-    parts = [parts for parts in range(2, batch.value + 1) if batch.value % parts == 0]
+    parts = _numbers_of_parts(batch)
     share = moving_share(state.verdict.estimate, state.job.profile)
     probe = next((i for i, one in enumerate(parts) if one * share >= 1), len(parts) - 1)
     low, high = 0, len(parts)
@@ -58,6 +58,23 @@ def with_micro_batches(state: State) -> State:
         "The other stages of the pipeline were not looked at: with batch norm in one of them, "
         "smaller micro-batches would be another method."
     )
+
+
+def with_larger_batches(state: State, smaller: State, _fits: bool) -> State | None:
+    """The job with the next larger batches than `smaller` has, whose are the largest that fit: with
+    recomputation they may add less. None where `smaller` does not fit as it is, or there are none.
+    """
+    pair, part = _pair(state.job.program), smaller.plan.arguments
+    if pair is None or part is None or not smaller.fits:
+        return None
+    batch, accumulation = pair
+    larger = [n for n in _numbers_of_parts(batch) if batch.value // n > part.changes[0].value]
+    found = _tried(state, batch, accumulation, larger[-1]) if larger else None
+    return found if isinstance(found, State) else None
+
+
+def _numbers_of_parts(batch: Knob) -> list[int]:
+    return [parts for parts in range(2, batch.value + 1) if batch.value % parts == 0]
 
 
 def _tried(state: State, batch: Knob, accumulation: NumericOption, parts: int) -> State | str:
