@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bench import compat
@@ -87,11 +88,13 @@ def main() -> int:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         borrow(Path(folder))
-        row = compat.check(python, build)
-        problems = {"matrix": row["detail"]} if row["result"] != "works" else {}
-        for name, options in EXAMPLES.items():
-            if problem := example(python, name, options):
-                problems[name] = problem
+        with ThreadPoolExecutor(2) as pool:
+            checked = pool.submit(compat.check, python, build)
+            said = pool.map(lambda item: example(python, *item), EXAMPLES.items())
+            problems = dict(zip(EXAMPLES, said, strict=True))
+        row = checked.result()
+        problems["matrix"] = row["detail"] if row["result"] != "works" else ""
+        problems = {name: problem for name, problem in problems.items() if problem}
     for name, problem in problems.items():
         print(f"torch {row['torch']}: {name}: {problem}")
     seconds = time.perf_counter() - start
