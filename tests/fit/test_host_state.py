@@ -8,7 +8,14 @@ from torch import nn
 
 from memplan.capturing.options import ScriptTarget
 from memplan.estimation import estimate
-from memplan.fit.host_state import among_other_copies, is_quick, least_seconds, with_state_on_host
+from memplan.fit.host_state import (
+    among_other_copies,
+    cheaper_share,
+    is_quick,
+    least_seconds,
+    with_state_on_host,
+)
+from memplan.fit.plans import Planner
 from memplan.fit.search import Search
 from memplan.fit.state import Job, State, first_state
 from memplan.runtime.in_effect import plan_in_effect
@@ -17,7 +24,7 @@ from memplan.types.device import find_profile
 from memplan.types.plan import OrderPart, Plan
 from memplan.worker.captures import Captured
 from tests.capturing.jobs import record
-from tests.fit.chain_job import capturing
+from tests.fit.chain_job import Greedy, capturing
 
 LAYERS, WIDTH = 8, 2048
 CARD = find_profile("a100-80gb")
@@ -81,3 +88,9 @@ def test_beside_other_copies_in_the_backward_pass_all_count(plain: State) -> Non
     assert waits(among_other_copies(early)) == pytest.approx(1.0)
     late = with_state_on_host(plain, 1.0)  # after the backward pass: no other copies are left
     assert among_other_copies(late) is late
+
+
+def test_no_other_share_where_nothing_was_captured_with_recomputation(plain: State) -> None:
+    """As in a job whose compiled graphs are all that there is to recompute."""
+    base = with_state_on_host(plain, 1.0)
+    assert cheaper_share(plain, base, Planner(base, Greedy()), 10.0, 0.0) is None

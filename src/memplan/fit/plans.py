@@ -159,9 +159,10 @@ class Planner:
 
     def added_with(self, freed: int) -> float | None:
         """Seconds that a plan would add if so many bytes less of what always lies on the card did;
-        None where none is found. Nothing is captured, but something has been."""
+        None where none is found, and where nothing has been captured to tell from."""
         known = self.best() or self.lowest()
-        assert known is not None
+        if known is None:
+            return None
         selections = self._within(room(known.outcome, self._card) + freed)
         return None if selections is None else self._evaluated(selections).added_seconds
 
