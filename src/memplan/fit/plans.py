@@ -29,6 +29,8 @@ _FIRST_SECONDS = 3.0
 _SOLVE_SECONDS = 4.0
 """The longest search for a plan. Two plans need not be the best: the first one, from which
 lifetimes are learned, and the one with the lowest peak, from which searches begin."""
+_LOOK_SECONDS = 1.0
+"""For a plan whose time is compared only, and which is not captured."""
 _NEAR = 0.9
 """Kinds of pass with a peak above this fraction of the first budget are planned."""
 _LOWER = 0.99
@@ -163,7 +165,7 @@ class Planner:
         known = self.best() or self.lowest()
         if known is None:
             return None
-        selections = self._within(room(known.outcome, self._card) + freed)
+        selections = self._within(room(known.outcome, self._card) + freed, _LOOK_SECONDS)
         return None if selections is None else self._evaluated(selections).added_seconds
 
     @property
@@ -190,8 +192,8 @@ class Planner:
                 self._least = self._within(self._least_peak) or self._least
         return self._least, 0
 
-    def _within(self, budget: int) -> list[Selection] | None:
-        seconds = _SOLVE_SECONDS if self.planned else _FIRST_SECONDS
+    def _within(self, budget: int, seconds: float = 0.0) -> list[Selection] | None:
+        seconds = seconds or (_SOLVE_SECONDS if self.planned else _FIRST_SECONDS)
         selections = []
         for graph in self.graphs:
             selection = self._solved(partial(self._solver.solve, graph, budget), seconds)
