@@ -270,6 +270,32 @@ def test_a_scaler_skips_a_step_as_ever() -> None:
     assert same(*jobs)
 
 
+@pytest.mark.parametrize("name", ["adamw", "fused"])
+def test_a_step_that_is_wrapped_as_accelerate_does_with_a_scaler(name: str) -> None:
+    """It notes that the step came, and puts the step itself back as an attribute."""
+    jobs = [Job(OPTIMIZERS[name]), Job(OPTIMIZERS[name], plainly=True)]
+    for job in jobs:
+        scaler, optimizer, came = torch.amp.GradScaler("cpu"), job.optimizer, 0
+        own: Any = optimizer.step
+
+        def wrapped(*args: Any, own: Any = own, **kwargs: Any) -> Any:
+            nonlocal came
+            came += 1
+            return own(*args, **kwargs)
+
+        with job.lever or nullcontext():
+            for _ in range(3):
+                scaler.scale(job.model(torch.ones(2, 40)).square().mean()).backward()
+                scaler.unscale_(optimizer)
+                optimizer.step = wrapped  # type: ignore[method-assign]
+                scaler.step(optimizer, None)
+                optimizer.step = own  # type: ignore[method-assign]
+                scaler.update()
+                optimizer.zero_grad()
+        assert came == 3
+    assert same(*jobs) and jobs[0].on_host() == 4 and not jobs[0].said
+
+
 def test_plain_steps_afterwards_have_it_on_the_card() -> None:
     devices: list[set[str]] = []
 

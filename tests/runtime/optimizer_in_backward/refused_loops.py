@@ -263,6 +263,19 @@ class TensorRate(Loop):
     make = staticmethod(lambda parameters: optim.Adam(parameters, lr=torch.tensor(0.01)))
 
 
+class StepReplaced(Loop):
+    """Accelerate's, with a scaler, only notes that it came; another one may do anything."""
+
+    says = "the step of this SGD has been replaced"
+    make = staticmethod(lambda parameters: optim.SGD(parameters, lr=0.1))
+
+    def optimize(self) -> Optimizers:
+        [optimizer] = super().optimize()
+        own: Any = optimizer.step
+        optimizer.step = lambda: own()  # type: ignore[method-assign]
+        return [optimizer]
+
+
 class SharedByTwo(Loop):
     says = "a parameter has two optimizers"
 
@@ -303,7 +316,7 @@ REFUSED: list[Any] = [
     BackwardInClosure, LBFGS,
     OwnOptimizer, Logged, LoggedAfter, WeightsLogged, Evaluated, Hooked, StepHooked, Sparse,
     ScheduledBetween, Retained, Alternating, Reentrant, SkipsTheFirst, Replaced, ReplacedUnseen,
-    TensorRate, SharedByTwo, UnderAutocast, ReadByBackward,
+    TensorRate, StepReplaced, SharedByTwo, UnderAutocast, ReadByBackward,
 ]  # fmt: skip
 
 

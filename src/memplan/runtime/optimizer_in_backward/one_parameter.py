@@ -44,14 +44,20 @@ def why_not(
     name = kind.__name__
     if kind not in PER_PARAMETER:
         return f"{name} is not known to update each parameter by itself"
-    own_step = vars(optimizer).get("step")
-    if own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"):
-        return f"the step of this {name} has been replaced"
     if reason := why_not_step(optimizer):
         return reason
     seen: set[int] = set()
     reasons = (_why_not_group(group, seen, part) for group in optimizer.param_groups)
     return next(filter(None, reasons), "")
+
+
+def why_not_replaced(optimizer: Optimizer) -> str:
+    """Why its step may do more than PyTorch's, or not come at all; empty where it may not. That of
+    Accelerate with a GradScaler notes that it was called."""
+    own_step = vars(optimizer).get("step")
+    if own_step is None or hasattr(own_step, "_wrapped_by_lr_sched"):
+        return ""
+    return f"the step of this {type(optimizer).__name__} has been replaced"
 
 
 def why_not_step(optimizer: Optimizer) -> str:

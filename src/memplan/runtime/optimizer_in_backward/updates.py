@@ -30,7 +30,11 @@ from memplan.capturing.patches.attributes import Patches
 from memplan.capturing.patches.job_observer import JobObserver, Step
 from memplan.runtime.optimizer_in_backward.applied_gradient import too_late
 from memplan.runtime.optimizer_in_backward.followed import Followed, Parameter
-from memplan.runtime.optimizer_in_backward.one_parameter import share_memory, why_not
+from memplan.runtime.optimizer_in_backward.one_parameter import (
+    share_memory,
+    why_not,
+    why_not_replaced,
+)
 from memplan.runtime.optimizer_in_backward.preconditions import (
     in_autocast,
     reads_gradients,
@@ -249,7 +253,8 @@ class OptimizerInBackward:
 
     def _why_not_placed(self) -> str:
         """Why the parameters, where they are now, may not be updated one by one."""
-        if reason := next(filter(None, map(why_not, self._followed)), ""):
+        reasons = (why_not_replaced(one) or why_not(one) for one in self._followed)
+        if reason := next(filter(None, reasons), ""):
             return reason
         found = [t for o in self._followed for g in o.param_groups for t in g["params"]]
         if len({id(tensor) for tensor in found}) < len(found):
