@@ -69,9 +69,7 @@ def prepared_process() -> None:
     listened_to = logging.Logger.manager.loggerDict.pop("torch.__trace")
     assert isinstance(listened_to, logging.Logger)
     listened_to.handlers.clear()
-    gc.enable()
-    gc.collect()
-    gc.freeze()
+    warm.rarely_collect_all()
 
 
 @pytest.fixture
