@@ -134,8 +134,9 @@ def run(
     *words: str,
     env: Mapping[str, str] | None = None,
     modules: tuple[str, ...] = RUN,
+    follow: Callable[[Process], object] = Process.wait,
 ) -> subprocess.CompletedProcess[str]:
-    """`python WORDS` in `folder`."""
+    """`python WORDS` in `folder`. `follow` is called with the process while it runs."""
     environment = os.environ if env is None else env
     with (
         Path(os.devnull).open() as none,
@@ -143,7 +144,9 @@ def run(
         tempfile.TemporaryFile() as err,
     ):
         files = {0: none.fileno(), 1: out.fileno(), 2: err.fileno()}
-        code = Process(server_of(modules), words, files, str(folder), environment).wait()
+        process = Process(server_of(modules), words, files, str(folder), environment)
+        follow(process)
+        code = process.wait()
         said = []
         for file in (out, err):
             file.seek(0)
@@ -152,11 +155,14 @@ def run(
 
 
 def memplan(
-    folder: Path, *words: str, env: Mapping[str, str] | None = None
+    folder: Path,
+    *words: str,
+    env: Mapping[str, str] | None = None,
+    follow: Callable[[Process], object] = Process.wait,
 ) -> subprocess.CompletedProcess[str]:
     """`memplan WORDS` in `folder`, of which `run` alone runs the script for real."""
     modules = RUN if words[0] == "run" else CAPTURE
-    return run(folder, "-m", "memplan", *words, env=env, modules=modules)
+    return run(folder, "-m", "memplan", *words, env=env, modules=modules, follow=follow)
 
 
 def _serve(asked: socket.socket) -> tuple[list[str], str]:
