@@ -72,6 +72,14 @@ def prepared_process() -> None:
     warm.rarely_collect_all()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def looked_through_once() -> None:
+    """What is there before a file's first test is not collected in it: many tests, and what users
+    call from Python, collect garbage, and would look through all that other files imported."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of what is done with a plan: how good those are, `tests/recompute` checks."""
