@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from bench.results import ROOT
 
@@ -43,6 +43,14 @@ class Run:
     stderr: str
     seconds: float
     peak_rss_bytes: int
+
+
+class Running(Protocol):
+    """As `subprocess.Popen`."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
 
 
 def measured_apart(module: str, *words: str) -> Any:
@@ -79,22 +87,10 @@ def watch(
             stderr=err,
             start_new_session=True,
         )
-        peak, next_exact = 0, 0.0
         try:
-            while process.poll() is None:
-                now = time.perf_counter()
-                if now - start > timeout:
-                    raise subprocess.TimeoutExpired(command, timeout)
-                resident = resident_in_tree(process.pid)
-                most = sum(rss - files for rss, files in resident.values())
-                most += max((files for _, files in resident.values()), default=0)
-                if len(resident) == 1:
-                    peak = max(peak, most)
-                elif most > peak * _WORTH_A_LOOK and now >= next_exact:
-                    peak = max(peak, resident_together(resident))
-                    ended = time.perf_counter()
-                    next_exact = ended + max(_EXACT_SECONDS, _REST * (ended - now))
-                time.sleep(POLL_SECONDS)
+            peak = peak_resident(process, timeout)
+        except TimeoutError:
+            raise subprocess.TimeoutExpired(command, timeout) from None
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # its workers too
@@ -103,6 +99,27 @@ def watch(
         out.seek(0)
         err.seek(0)
         return Run(process.returncode, out.read(), err.read(), seconds, peak)
+
+
+def peak_resident(process: Running, timeout: float) -> int:
+    """`Run.peak_rss_bytes` of a process, until it ends. Raises TimeoutError after `timeout` s."""
+    start = time.perf_counter()
+    peak, next_exact = 0, 0.0
+    while process.poll() is None:
+        now = time.perf_counter()
+        if now - start > timeout:
+            raise TimeoutError
+        resident = resident_in_tree(process.pid)
+        most = sum(rss - files for rss, files in resident.values())
+        most += max((files for _, files in resident.values()), default=0)
+        if len(resident) == 1:
+            peak = max(peak, most)
+        elif most > peak * _WORTH_A_LOOK and now >= next_exact:
+            peak = max(peak, resident_together(resident))
+            ended = time.perf_counter()
+            next_exact = ended + max(_EXACT_SECONDS, _REST * (ended - now))
+        time.sleep(POLL_SECONDS)
+    return peak
 
 
 def resident_in_tree(pid: int) -> dict[int, tuple[int, int]]:

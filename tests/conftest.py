@@ -69,7 +69,13 @@ def prepared_process() -> None:
     listened_to = logging.Logger.manager.loggerDict.pop("torch.__trace")
     assert isinstance(listened_to, logging.Logger)
     listened_to.handlers.clear()
-    gc.enable()
+    warm.rarely_collect_all()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def looked_through_once() -> None:
+    """What is there before a file's first test is not collected in it: many tests, and what users
+    call from Python, collect garbage, and would look through all that other files imported."""
     gc.collect()
     gc.freeze()
 

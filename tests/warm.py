@@ -110,6 +110,15 @@ def server_of(modules: tuple[str, ...]) -> socket.socket:
     return ends[1]
 
 
+def rarely_collect_all() -> None:
+    """Enables garbage collection. A full one, which looks through all that was imported since now,
+    comes at a tenth of the times; others as often as in any process."""
+    gc.set_threshold(*gc.get_threshold()[:2], 100)
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+
+
 def capture_here(server: Callable[[], socket.socket]) -> None:
     """From now on, captures that this process starts are forked from the server."""
     popen = functools.partial(capture, server=server)
@@ -125,8 +134,9 @@ def run(
     *words: str,
     env: Mapping[str, str] | None = None,
     modules: tuple[str, ...] = RUN,
+    follow: Callable[[Process], object] = Process.wait,
 ) -> subprocess.CompletedProcess[str]:
-    """`python WORDS` in `folder`."""
+    """`python WORDS` in `folder`. `follow` is called with the process while it runs."""
     environment = os.environ if env is None else env
     with (
         Path(os.devnull).open() as none,
@@ -134,7 +144,9 @@ def run(
         tempfile.TemporaryFile() as err,
     ):
         files = {0: none.fileno(), 1: out.fileno(), 2: err.fileno()}
-        code = Process(server_of(modules), words, files, str(folder), environment).wait()
+        process = Process(server_of(modules), words, files, str(folder), environment)
+        follow(process)
+        code = process.wait()
         said = []
         for file in (out, err):
             file.seek(0)
@@ -143,11 +155,14 @@ def run(
 
 
 def memplan(
-    folder: Path, *words: str, env: Mapping[str, str] | None = None
+    folder: Path,
+    *words: str,
+    env: Mapping[str, str] | None = None,
+    follow: Callable[[Process], object] = Process.wait,
 ) -> subprocess.CompletedProcess[str]:
     """`memplan WORDS` in `folder`, of which `run` alone runs the script for real."""
     modules = RUN if words[0] == "run" else CAPTURE
-    return run(folder, "-m", "memplan", *words, env=env, modules=modules)
+    return run(folder, "-m", "memplan", *words, env=env, modules=modules, follow=follow)
 
 
 def _serve(asked: socket.socket) -> tuple[list[str], str]:
@@ -224,10 +239,10 @@ def _become(words: list[str], folder: str) -> None:
 
 
 def main(asked: socket.socket, clients: socket.socket, modules: Sequence[str]) -> None:
+    gc.disable()  # what is imported stays
     for module in modules:
         importlib.import_module(module)
-    gc.collect()
-    gc.freeze()
+    rarely_collect_all()
     words, folder = _serve(asked)
     if words[:2] == ["-m", "memplan"]:
         capture_here(lambda: clients)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import warm
 
 ACCURACY = Path(__file__).parents[2] / "bench" / "accuracy"
 
@@ -74,8 +74,7 @@ def needs(package: str) -> None:
 
 def counts(loop: str, names: dict[str, int]) -> dict[str, int]:
     """Parameter counts by name, from a process of its own: stub operators stay in it."""
-    command = [sys.executable, "-c", COUNT, str(ACCURACY), loop, *names]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = warm.run(Path.cwd(), "-c", COUNT, str(ACCURACY), loop, *names)
     assert done.returncode == 0, done.stderr
     found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -50,6 +50,12 @@ while True:
 """
 
 
+@pytest.fixture
+def processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As users have them: everywhere else they are forked (`tests/warm.py`)."""
+    monkeypatch.setattr("memplan.worker.process.subprocess", subprocess)
+
+
 def asked(folder: Path, script: str) -> CaptureRequest:
     path = folder / "train.py"
     path.write_text(script)
@@ -80,6 +86,7 @@ def test_request_in_trace_and_outcome_out(tmp_path: Path) -> None:
     assert meta.notes[-1].endswith("gradients are kept from one backward pass to the next")
 
 
+@pytest.mark.usefixtures("processes_of_their_own")
 def test_one_that_waited_captures_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder that the command is typed in may hold modules named like some that it imports."""
     request = asked(tmp_path, TRAINS)
@@ -101,6 +108,7 @@ def test_one_that_waited_captures_the_same(tmp_path: Path, monkeypatch: pytest.M
         assert np.array_equal(*found), column.name
 
 
+@pytest.mark.usefixtures("processes_of_their_own")
 def test_one_that_is_not_asked_ends_with_who_started_it(tmp_path: Path) -> None:
     process = WorkerProcess(None, tmp_path / "job.trace", quiet=True)
     assert not process.ended

@@ -102,13 +102,12 @@ def named_by_modules(
 ) -> Iterator[tuple[types.ModuleType, str, Any]]:
     """Attributes of the imported modules of which `which(name, module)`, where `others` knows the
     value by its id: the module, the attribute's name, and what `others` has."""
-    imported = list(sys.modules.items())
-    for number in modules_with([module for _, module in imported], others):
-        if which(*imported[number]):
-            module = imported[number][1]
-            for name, value in list(vars(module).items()):
-                if id(value) in others:
-                    yield module, name, others[id(value)]
+    imported = [module for name, module in list(sys.modules.items()) if which(name, module)]
+    for number in modules_with(imported, others):
+        module = imported[number]
+        for name, value in list(vars(module).items()):
+            if id(value) in others:
+                yield module, name, others[id(value)]
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
