@@ -155,6 +155,7 @@ def _say_once(words: str) -> None:
 @dataclass(frozen=True, eq=False)
 class _Attempt:
     region: Region
+    parts: tuple[fx.GraphModule, fx.GraphModule]
     ordering: Ordering
 
     @property
@@ -177,14 +178,14 @@ class _Parts:
         """Forward and backward, with the values that forward saves."""
         joint = Joint(module, inputs, num_fwd_outputs, more)
         try:
-            chosen, ordering = self._choose(joint)
+            chosen = self._choose(joint)
         except ValueError as error:
             self._refuse(error)
-            return joint.parts()
-        parts = chosen.forward, chosen.backward
-        executables = chosen.executables(ordering.nodes)
-        self._made = {_code(part): one for part, one in zip(parts, executables, strict=True)}
-        return parts
+            return joint.parts
+        executables = chosen.region.executables(chosen.ordering.nodes)
+        pairs = zip(chosen.parts, executables, strict=True)
+        self._made = {_code(part): one for part, one in pairs}
+        return chosen.parts
 
     def part(self, module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
         """The code of a part that `partition` returned. AOTAutograd passes it on, or a copy."""
@@ -214,14 +215,15 @@ class _Parts:
             Executable(ordering.nodes, program.placeholders, program.output, grad_mode=False)
         )
 
-    def _choose(self, joint: Joint) -> tuple[Region, Ordering]:
+    def _choose(self, joint: Joint) -> _Attempt:
         plain, attempt = partial(problem_without_saves, joint), partial(self._attempt, joint)
-        chosen = within_budget(plain, attempt, self._options.budget)
-        return chosen.region, chosen.ordering
+        return within_budget(plain, attempt, self._options.budget)
 
     def _attempt(self, joint: Joint, replays: tuple[NodeReplay, ...]) -> _Attempt:
         one = region(joint, replays)
-        return _Attempt(one, self._ordering(operator_graph(in_place(program_of(one.module)))))
+        parts = one.parts()
+        graph = operator_graph(in_place(program_of(one.module)))
+        return _Attempt(one, parts, self._ordering(graph))
 
     def _ordering(self, graph: Any) -> Ordering:
         return choose_order(

@@ -377,7 +377,7 @@ def recomputed_names(joint: Joint, replays: Sequence[NodeReplay]) -> frozenset[s
     """Names of the forward nodes that run again, and of the views of their results."""
     if not replays:
         return frozenset()
-    forward, _ = joint.parts()
+    forward, _ = joint.parts
     program_of(forward)
     nodes = [node for node in forward.graph.nodes if node.op == "call_function"]
     run = {name for one in replays for name in one.operators}

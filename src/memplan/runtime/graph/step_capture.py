@@ -162,7 +162,7 @@ class StepCapture:
         def partition(joint: Any, inputs: Any, *, num_fwd_outputs: int, **more: Any) -> Any:
             refuse(joint, num_fwd_outputs)
             joints.append(Joint(copied(joint), inputs, num_fwd_outputs, more))
-            forward, backward = map(copied, joints[0].parts())
+            forward, backward = map(copied, joints[0].parts)
             gradients = len(returned(backward))
             return forward_alone(forward, backward, num_fwd_outputs, gradients)
 
