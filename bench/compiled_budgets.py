@@ -42,7 +42,8 @@ from bench.recompute.inductor import solvers
 from bench.recompute.tracker import measure
 from bench.results import write_result
 from memplan.capturing.standins.adapters import make_torchvision_importable
-from memplan.runtime.graph.backend import Options, _Parts
+from memplan.runtime.graph.backend import _Parts
+from memplan.runtime.graph.compile import Options
 from memplan.runtime.graph.in_place import in_place
 from memplan.runtime.graph.joint import Joint, copied
 from memplan.runtime.graph.operator_graph import operator_graph
