@@ -16,7 +16,7 @@ from torch._functorch.aot_autograd import aot_module_simplified
 
 from memplan.report.text import format_bytes
 from memplan.runtime.graph.compile import EAGER, INDUCTOR, Options, parse_budget
-from memplan.runtime.graph.eager_kernels import eager_kernels, keep_unused_draws
+from memplan.runtime.graph.eager_kernels import eager_kernels
 from memplan.runtime.graph.execute import Executable
 from memplan.runtime.graph.fused import fused_region
 from memplan.runtime.graph.in_place import in_place
@@ -107,7 +107,7 @@ def memplan(
     made = _Parts(chosen)
     compile_parts: Any = aot_module_simplified
     # With donated buffers, backward could not run a second time.
-    with functorch_config.patch(donated_buffer=False), eager_kernels(), keep_unused_draws():
+    with functorch_config.patch(donated_buffer=False), eager_kernels():
         compiled: Callable[..., Any] = compile_parts(
             module,
             inputs,
