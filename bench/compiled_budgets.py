@@ -42,7 +42,8 @@ from bench.recompute.inductor import solvers
 from bench.recompute.tracker import measure
 from bench.results import write_result
 from memplan.capturing.standins.adapters import make_torchvision_importable
-from memplan.runtime.graph.backend import Options, _Parts
+from memplan.runtime.graph.backend import _Parts
+from memplan.runtime.graph.compile import Options
 from memplan.runtime.graph.in_place import in_place
 from memplan.runtime.graph.joint import Joint, copied
 from memplan.runtime.graph.operator_graph import operator_graph
@@ -121,8 +122,8 @@ class _Divided(Joint):
 
     theirs: tuple[fx.GraphModule, fx.GraphModule] | None = None
 
-    def parts(self, replays: Any = ()) -> tuple[fx.GraphModule, fx.GraphModule]:
-        assert self.theirs is not None and not replays
+    @property
+    def parts(self) -> Any:
         return self.theirs
 
 
@@ -135,7 +136,7 @@ class Traced:
 
         def partition(module: Any, given: Any, *, num_fwd_outputs: int, **more: Any) -> Any:
             self.joint = Joint(copied(module), given, num_fwd_outputs, more)
-            return self.joint.parts()
+            return self.joint.parts
 
         def forward(module: Any, _inputs: Any) -> Callable[..., Any]:
             def run(*arguments: Any) -> Any:
@@ -173,7 +174,8 @@ class Traced:
 
     def ours(self, budget: int | str | None) -> tuple[Region, Ordering]:
         assert self.joint is not None
-        return _Parts(Options(budget))._choose(self.joint)
+        made = _Parts(Options(budget))._choose(self.joint)
+        return made.region, made.ordering
 
     def measured(self, made: tuple[Region, Ordering]) -> dict[str, int]:
         """Peak and FLOPs of a real run, and the peak that was promised."""

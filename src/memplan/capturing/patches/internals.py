@@ -113,7 +113,7 @@ NAMES: dict[str, tuple[str, ...]] = {
             exc.ObservedAttributeError exc.Unsupported
             exc.unimplemented guards.GuardBuilder guards._get_closure_vars guards.install_guard
             output_graph.OutputGraph
-            side_effects.SideEffects source.AttrSource source.GlobalSource symbolic_convert
+            source.AttrSource source.GlobalSource symbolic_convert
             symbolic_convert.InstructionTranslator
             symbolic_convert.InstructionTranslatorBase
             tensor_version_op._tensor_version types.GuardFilterEntry utils.counters
@@ -125,7 +125,6 @@ NAMES: dict[str, tuple[str, ...]] = {
             variables.functions.UserFunctionVariable
             variables.functions.WrapperUserFunctionVariable
             variables.hashable.HashableTracker variables.lazy.LazyVariableTracker
-            variables.lists
             variables.misc.LoggingLoggerVariable variables.misc.ObjectVariable
             variables.misc.SuperVariable
             variables.object_protocol variables.tensor.SymNodeVariable

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,8 @@ from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_module_simplified
 
 from memplan.report.text import format_bytes
-from memplan.runtime.graph.compile import is_number, parse_budget
-from memplan.runtime.graph.eager_kernels import eager_kernels, keep_unused_draws
+from memplan.runtime.graph.compile import EAGER, INDUCTOR, Options, parse_budget
+from memplan.runtime.graph.eager_kernels import eager_kernels
 from memplan.runtime.graph.execute import Executable
 from memplan.runtime.graph.fused import fused_region
 from memplan.runtime.graph.in_place import in_place
@@ -34,37 +34,21 @@ from memplan.types.errors import InfeasibleError, MemplanError, UsageError
 
 log = logging.getLogger("memplan")
 
-EAGER, INDUCTOR = "eager", "inductor"
-CODEGENS = (EAGER, INDUCTOR)
+_OPTIONS = ("budget", "codegen", "deadline_seconds")
 
 
-@dataclass(frozen=True)
-class Options:
-    """`torch.compile(..., options={...})`."""
-
-    budget: int | str | None = None
-    """Bytes, a size such as "8GiB", "least", or None for the least time."""
-    codegen: str | None = None
-    """One of `CODEGENS`; None for "inductor" where it works."""
-    deadline_seconds: float = 20.0
-    """The longest that one search for an order takes."""
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Options:
-        """Raises UsageError for what is no option, or no value of one."""
-        known = [field.name for field in fields(cls)]
-        if not isinstance(given, Mapping):
-            raise UsageError(f"options={given!r}", 'a dict, such as {"budget": "8GiB"}')
-        for name in given:
-            if name not in known:
-                raise UsageError(f"no option is called {name!r}", f"one of {', '.join(known)}")
-        options = cls(**{**given, "budget": parse_budget(given.get("budget"))})
-        if options.codegen not in (None, *CODEGENS):
-            raise UsageError(f"codegen={options.codegen!r}", f"one of {', '.join(CODEGENS)}")
-        seconds = options.deadline_seconds
-        if not (is_number(seconds) and seconds >= 0):
-            raise UsageError(f"deadline_seconds={seconds!r}", "seconds, such as 20")
-        return options
+def _options(given: Any) -> Options:
+    """The `options` of `torch.compile`; without a `codegen` it is None, for "inductor" where it
+    works. Raises UsageError for what is no option, or no value of one."""
+    if not isinstance(given, Mapping):
+        raise UsageError(f"options={given!r}", 'a dict, such as {"budget": "8GiB"}')
+    for name in given:
+        if name not in _OPTIONS:
+            raise UsageError(f"no option is called {name!r}", f"one of {', '.join(_OPTIONS)}")
+    budget = parse_budget(given.get("budget"))
+    options = Options(**{"codegen": None, **given, "budget": budget})
+    options.check((None, EAGER, INDUCTOR))
+    return options
 
 
 def _raised_by_the_call(backend: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,13 +83,13 @@ def memplan(
     that needs the least memory.
 
     What forward saves for backward is chosen so that the bytes allocated in both, with the graph's
-    inputs and parameters, stay within the budget (`Options`). A graph with symbolic shapes runs
+    inputs and parameters, stay within the budget. A graph with symbolic shapes runs
     plainly. Raises UsageError for bad options and for a budget of such a graph, InfeasibleError
     where a budget cannot be met.
     """
     if mode is not None:
         raise UsageError(f"mode={mode!r}", "options={...}; modes are those of PyTorch Inductor")
-    chosen = Options.of(options or {})
+    chosen = _options(options or {})
     dynamic = any(map(is_symbolic, inputs))
     hint = "torch.compile(..., dynamic=False), which makes a graph for each shape"
     if dynamic and chosen.budget is not None:
@@ -123,7 +107,7 @@ def memplan(
     made = _Parts(chosen)
     compile_parts: Any = aot_module_simplified
     # With donated buffers, backward could not run a second time.
-    with functorch_config.patch(donated_buffer=False), eager_kernels(), keep_unused_draws():
+    with functorch_config.patch(donated_buffer=False), eager_kernels():
         compiled: Callable[..., Any] = compile_parts(
             module,
             inputs,
@@ -155,6 +139,7 @@ def _say_once(words: str) -> None:
 @dataclass(frozen=True, eq=False)
 class _Attempt:
     region: Region
+    parts: tuple[fx.GraphModule, fx.GraphModule]
     ordering: Ordering
 
     @property
@@ -177,14 +162,14 @@ class _Parts:
         """Forward and backward, with the values that forward saves."""
         joint = Joint(module, inputs, num_fwd_outputs, more)
         try:
-            chosen, ordering = self._choose(joint)
+            chosen = self._choose(joint)
         except ValueError as error:
             self._refuse(error)
-            return joint.parts()
-        parts = chosen.forward, chosen.backward
-        executables = chosen.executables(ordering.nodes)
-        self._made = {_code(part): one for part, one in zip(parts, executables, strict=True)}
-        return parts
+            return joint.parts
+        executables = chosen.region.executables(chosen.ordering.nodes)
+        pairs = zip(chosen.parts, executables, strict=True)
+        self._made = {_code(part): one for part, one in pairs}
+        return chosen.parts
 
     def part(self, module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
         """The code of a part that `partition` returned. AOTAutograd passes it on, or a copy."""
@@ -214,14 +199,15 @@ class _Parts:
             Executable(ordering.nodes, program.placeholders, program.output, grad_mode=False)
         )
 
-    def _choose(self, joint: Joint) -> tuple[Region, Ordering]:
+    def _choose(self, joint: Joint) -> _Attempt:
         plain, attempt = partial(problem_without_saves, joint), partial(self._attempt, joint)
-        chosen = within_budget(plain, attempt, self._options.budget)
-        return chosen.region, chosen.ordering
+        return within_budget(plain, attempt, self._options.budget)
 
     def _attempt(self, joint: Joint, replays: tuple[NodeReplay, ...]) -> _Attempt:
         one = region(joint, replays)
-        return _Attempt(one, self._ordering(operator_graph(in_place(program_of(one.module)))))
+        parts = one.parts()
+        graph = operator_graph(in_place(program_of(one.module)))
+        return _Attempt(one, parts, self._ordering(graph))
 
     def _ordering(self, graph: Any) -> Ordering:
         return choose_order(

@@ -30,35 +30,38 @@ GUARDED_SINCE = "2.13"
 """The first release of PyTorch whose guards see all that a captured step rests on."""
 
 
+EAGER, INDUCTOR = "eager", "inductor"
+
+
 @dataclass(frozen=True)
 class Options:
-    """What `compile` was asked for."""
+    """What `compile`, or the backend of `torch.compile`, was asked for."""
 
-    budget: Budget
-    clip_grad_norm: float | None
-    accumulate: int
-    keep_gradients: bool
-    order: bool
-    deadline_seconds: float
-    seed: int
-    codegen: str = "eager"
+    budget: Budget = None
+    clip_grad_norm: float | None = None
+    accumulate: int = 1
+    keep_gradients: bool = False
+    order: bool = True
+    deadline_seconds: float = 20.0
+    seed: int = 0
+    codegen: str | None = EAGER
 
-    def check(self) -> None:
+    def check(self, codegens: Sequence[str | None] = (EAGER, INDUCTOR)) -> None:
         """Raises UsageError for values that nothing can be done with."""
         norm, seconds = self.clip_grad_norm, self.deadline_seconds
         if type(self.accumulate) is not int or self.accumulate < 1:
             raise UsageError(f"accumulate={self.accumulate!r}", "calls for one update, such as 4")
-        if norm is not None and not (is_number(norm) and norm > 0):
+        if norm is not None and not (_is_number(norm) and norm > 0):
             raise UsageError(f"clip_grad_norm={norm!r}", "the largest norm, such as 1.0")
-        if not (is_number(seconds) and seconds >= 0):
+        if not (_is_number(seconds) and seconds >= 0):
             raise UsageError(f"deadline_seconds={seconds!r}", "seconds, such as 20")
         for name in ("keep_gradients", "order"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name}={getattr(self, name)!r}", "True or False")
         if type(self.seed) is not int:
             raise UsageError(f"seed={self.seed!r}", "a whole number, such as 0")
-        if self.codegen not in ("eager", "inductor"):
-            raise UsageError(f"codegen={self.codegen!r}", "eager or inductor")
+        if self.codegen not in codegens:
+            raise UsageError(f"codegen={self.codegen!r}", f"{EAGER} or {INDUCTOR}")
 
 
 def compile(
@@ -73,7 +76,7 @@ def compile(
     order: bool = True,
     deadline_seconds: float = 20.0,
     seed: int = 0,
-    codegen: str = "eager",
+    codegen: str = EAGER,
 ) -> CompiledStep[P]:
     """A function that trains one step on what `loss_fn` returns, with less memory.
 
@@ -148,7 +151,7 @@ def parse_budget(given: int | str | None) -> Budget:
     return limit
 
 
-def is_number(given: object) -> bool:
+def _is_number(given: object) -> bool:
     return isinstance(given, (int, float)) and not isinstance(given, bool)
 
 

@@ -7,7 +7,7 @@ in Python, that only tracing uses. On the CPU the last bits of its results may d
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -21,24 +21,18 @@ from memplan.runtime.graph.workspaces import real_layouts
 _OF_TRACING = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 
-def keep_unused_draws() -> AbstractContextManager[None]:
-    """Inside, a trace keeps random operators whose results are not used, so that generators end in
-    the same state as in eager mode."""
-    patched: AbstractContextManager[None] = inductor_config.patch(fallback_random=True)
-    return patched
-
-
 @contextmanager
 def eager_kernels() -> Iterator[None]:
-    """Inside, tracing does not use the implementations in Python. For traces without symbolic
-    sizes, which need them."""
+    """Inside, tracing does not use the implementations in Python, and keeps random operators whose
+    results are not used, so that generators end in the same state. For traces without symbolic
+    sizes, which need those implementations."""
     taken = []
     for operator in _with_python():
         kernels = operator.py_kernels
         taken.append((kernels, {key: kernels.pop(key) for key in _OF_TRACING if key in kernels}))
         operator._dispatch_cache.clear()
     try:
-        with real_layouts():
+        with real_layouts(), inductor_config.patch(fallback_random=True):
             yield
     finally:
         for kernels, before in taken:

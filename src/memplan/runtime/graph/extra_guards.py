@@ -198,10 +198,9 @@ class ExtraGuards:
         self.refusal = ""
         """Why a capture cannot be guarded; empty where it can."""
         self._classes: dict[type, list[Any]] = {}
-        self._members: dict[type[enum.Enum], tuple[dict[Any, Any], ...]] = {}
-        """The members of each enumeration, by name and by value."""
         self._queries: list[tuple[Callable[[], Any], Any]] = []
-        """What Dynamo asked the system while it traced, and the answers."""
+        """What Dynamo asked the system while it traced, and what enumerations have, with the
+        answers."""
         self._names = _builtins()
         self._settings = _settings()
 
@@ -235,10 +234,6 @@ class ExtraGuards:
             return True
         if any(answer_to(ask) != answer for ask, answer in self._queries):
             return True
-        for one, known in self._members.items():
-            # Flags create members when they are combined.
-            if not all(map(operator.le, map(dict.items, known), map(dict.items, _members(one)))):
-                return True
         for kind, seen in self._classes.items():
             now = list(vars(kind).values())
             if not _same(now, seen):
@@ -262,7 +257,9 @@ class ExtraGuards:
             if kind not in self._classes and kind.__flags__ & _HEAP_TYPE:
                 self._classes[kind] = list(vars(kind).values())
                 if issubclass(kind, enum.Enum):
-                    self._members[kind] = tuple(dict(of) for of in _members(kind))
+                    known = tuple(dict(of) for of in _members(kind))
+                    ask = functools.partial(_still_has, kind, known)
+                    self._queries.append((ask, answer_to(ask)))
 
 
 def answer_to(ask: Callable[[], Any]) -> Any:
@@ -275,7 +272,13 @@ def answer_to(ask: Callable[[], Any]) -> Any:
 
 
 def _members(kind: type[enum.Enum]) -> tuple[dict[Any, Any], ...]:
+    """The members of an enumeration, by name and by value."""
     return kind._member_map_, kind._value2member_map_
+
+
+def _still_has(kind: type[enum.Enum], known: tuple[dict[Any, Any], ...]) -> bool:
+    """Whether an enumeration has these members. Flags create more when they are combined."""
+    return all(map(operator.le, map(dict.items, known), map(dict.items, _members(kind))))
 
 
 _HEAP_TYPE = 1 << 9

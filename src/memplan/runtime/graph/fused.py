@@ -21,6 +21,7 @@ from memplan.runtime.graph.compile import Budget
 from memplan.runtime.graph.inductor import CompiledKernels, compiled, uncached
 from memplan.runtime.graph.inductor_buffers import InputBuffer
 from memplan.runtime.graph.joint import Joint, copied, returned
+from memplan.runtime.graph.meta_peak import storage_bytes
 from memplan.runtime.graph.program import facts_of, program_of
 from memplan.runtime.graph.recompute import within_budget
 from memplan.runtime.graph.recompute_problem import RecomputeProblem, problem_without_saves
@@ -65,6 +66,8 @@ class FusedParts(CustomPartitionerFn):
         self._budget = budget
         self._seconds = deadline_seconds
         self._results: int | None = None
+        self._always: tuple[Sequence[int], int] = (), 0
+        """`CallerMemory`'s bytes that are there all the time, and when backward has ended."""
         self._memory = CallerMemory(0)
         self.recomputed: frozenset[str] = frozenset()
         """Names of nodes that the budget makes run again, beside those that PyTorch chooses."""
@@ -137,7 +140,7 @@ class FusedParts(CustomPartitionerFn):
 
     def _caller_memory(self, results: int | None) -> CallerMemory:
         """What the caller holds when forward begins."""
-        return CallerMemory(results)
+        return CallerMemory(results, *self._always)
 
     def _finish_backward(self, backward: fx.GraphModule, memory: CallerMemory) -> None:
         """Hook for subclasses: change backward once forward's code is known."""
@@ -204,7 +207,7 @@ class PartInterface:
         nodes = list(module.graph.nodes)
         places = [node for node in nodes if node.op == "placeholder"]
         self.inputs = [
-            InputBuffer(str(node.target), 0 if is_symbolic(one) else _bytes(one), True)
+            InputBuffer(str(node.target), 0 if is_symbolic(one) else storage_bytes(one), True)
             if isinstance(one, torch.Tensor)
             else None
             for one, node in zip(inputs, places, strict=True)
@@ -377,7 +380,7 @@ def recomputed_names(joint: Joint, replays: Sequence[NodeReplay]) -> frozenset[s
     """Names of the forward nodes that run again, and of the views of their results."""
     if not replays:
         return frozenset()
-    forward, _ = joint.parts()
+    forward, _ = joint.parts
     program_of(forward)
     nodes = [node for node in forward.graph.nodes if node.op == "call_function"]
     run = {name for one in replays for name in one.operators}
@@ -391,10 +394,6 @@ def tag(graph: fx.Graph, names: frozenset[str]) -> None:
         if node.name in names:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta.setdefault("ac_graph_id", 0)
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage().nbytes())
 
 
 def _layout(value: Any) -> Any:

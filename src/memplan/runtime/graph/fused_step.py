@@ -222,9 +222,6 @@ class FusedStepParts(FusedParts):
         _take_inputs(forward, backward, joint.results)
         return forward, backward
 
-    def _caller_memory(self, results: int | None) -> CallerMemory:
-        return CallerMemory(results, *self._always)
-
     def _finish_backward(self, backward: fx.GraphModule, memory: CallerMemory) -> None:
         """Let backward itself call `take_gradients`, and return nothing.
 

@@ -6,6 +6,7 @@ of the graph that nothing needs afterwards, the in-place variant computes the sa
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -19,13 +20,14 @@ _ELEMENT_BY_ELEMENT = frozenset({"index_put", "masked_fill", "masked_scatter", "
 write into the copy."""
 
 
-def in_place(program: Program) -> Program:
-    """Change the program's graph to in-place operators wherever the bits stay the same."""
+def in_place(program: Program, spare: Collection[fx.Node] = ()) -> Program:
+    """Change the program's graph to in-place operators wherever the bits stay the same. `spare`:
+    inputs whose memory may be used for something else."""
     graph = program.graph_module.graph
     last = _last_uses(program)
     same: dict[int, int] = {}
     """Storages that are no longer allocated, and the storages that take their place."""
-    inputs = set(program.inputs)
+    inputs = set(program.inputs) - {facts_of(node).storage for node in spare}
     before_barrier = 0
     """Storages below this index existed before the last barrier: the caller may run backward a
     second time, which reads them again."""

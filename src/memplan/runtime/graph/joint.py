@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,15 +22,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memplan.runtime.graph.program import (
     BACKWARD,
-    NODE_NAME,
     UPDATE,
     MemplanOp,
     facts_of,
     program_of,
 )
-from memplan.runtime.graph.rematerialize import NodeReplay, rematerialized, saved_by
+from memplan.runtime.graph.rematerialize import NodeReplay, replay
 from memplan.runtime.graph.setup import Setup
 from memplan.runtime.graph.update_nodes import TakeGradient
+from memplan.runtime.graph.workspaces import is_symbolic
 from memplan.types.allocation import ROUNDING
 from memplan.types.errors import UsageError
 
@@ -66,16 +66,8 @@ class Joint:
         gradients = returned(self.module)[self.results :]
         return [place for place, one in enumerate(gradients) if isinstance(one, fx.Node)]
 
-    def parts(self, replays: Sequence[NodeReplay] = ()) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Forward and backward; backward recomputes what the replays say."""
-        forward, backward = self._parts
-        if not replays:
-            return forward, backward
-        root = constants(forward, backward)
-        return rematerialized(forward, backward, self.results, replays, root, _has_effects)
-
     @cached_property
-    def _parts(self) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def parts(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Forward and backward as PyTorch's partitioner splits the graph."""
         module = copied(self.module)
         _take_elements(module.graph)
@@ -155,23 +147,25 @@ class Bernoulli(MemplanOp):
 def whole_step(
     joint: Joint, replays: Sequence[NodeReplay], setup: Setup, primals: Sequence[Any]
 ) -> fx.GraphModule:
-    """Forward, backward and updates in one graph, with the primals as inputs and forward's outputs.
+    """Forward, backward with the replays, and updates in one graph, with the primals as inputs and
+    forward's outputs.
 
     Each gradient is used by a `TakeGradient`. Gradients that stay in `.grad` are outputs, too.
 
     Raises UncapturedError and UsageError where backward does not start with the gradient of one
     number.
     """
-    forward, backward = joint.parts(replays)
+    forward, backward = joint.parts
     graph = fx.Graph()
-    outputs = add_forward(graph, forward)
+    values = add_part(graph, forward)
     like = loss_gradient(joint.module)
     start = graph.call_function(LossGradient(like, setup.scaler), ())
     start.meta = {"val": like, BACKWARD: True}
-    place = dict(zip(returned(forward), outputs, strict=True))
-    saved = [place[node] for node in saved_by(forward, joint.results)]
-    gradients = add_backward(graph, backward, [*saved, start])
-    results, keep = outputs[: joint.results], setup.keeps_gradients()
+    outputs = returned(forward)
+    results = named(outputs[: joint.results], values)
+    saved = named(as_received(outputs[joint.results :]), values)
+    gradients = named(returned(backward), add_part(graph, backward, [*saved, start], backward=True))
+    keep = setup.keeps_gradients()
     with _disable_current_modes():
         root = constants(forward, backward)
         program_of(fx.GraphModule(root, graph))
@@ -182,6 +176,7 @@ def whole_step(
         update.meta = {"val": None, BACKWARD: True, UPDATE: True}
     graph.output((*results, *kept))
     module = fx.GraphModule(root, graph)
+    replay(module, replays)
     graph.lint()
     return module
 
@@ -245,33 +240,30 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
-def add_forward(graph: fx.Graph, part: fx.GraphModule) -> list[Any]:
-    """Append forward to a graph. Returns its outputs: those of the joint graph, then what backward
-    uses, in backward's order."""
-    return _add(graph, part, {}, backward=False)
-
-
-def add_backward(graph: fx.Graph, part: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
-    """Append backward to a graph, with nodes in place of its placeholders; its outputs."""
-    places = [node.name for node in part.graph.find_nodes(op="placeholder")]
-    return _add(graph, part, dict(zip(places, inputs, strict=True)), backward=True)
-
-
-def _add(
-    graph: fx.Graph, part: fx.GraphModule, copies: dict[str, Any], *, backward: bool
-) -> list[Any]:
-    """Append a graph. `copies`: nodes in place of the placeholders of these names."""
+def add_part(
+    graph: fx.Graph,
+    part: fx.GraphModule,
+    inputs: Sequence[fx.Node] | None = None,
+    *,
+    backward: bool = False,
+) -> dict[str, fx.Node]:
+    """Append forward, or backward with nodes in place of its inputs, to a graph. Returns the new
+    nodes by the names of the part's."""
+    places = [] if inputs is None else part.graph.find_nodes(op="placeholder")
+    copies = {place.name: one for place, one in zip(places, inputs or (), strict=True)}
     for node in part.graph.nodes:
-        if node.op == "output":
-            return [copies[one.name] if isinstance(one, fx.Node) else one for one in node.args[0]]
-        if node.name in copies:
-            continue
-        new = graph.node_copy(node, lambda needed: copies[needed.name])
-        if Bernoulli.needed(node):
-            new.target = Bernoulli()
-        new.meta = {**node.meta, BACKWARD: backward, NODE_NAME: node.name}
-        copies[node.name] = new
-    raise AssertionError("a graph without an output")
+        if node.op != "output" and node.name not in copies:
+            new = graph.node_copy(node, lambda needed: copies[needed.name])
+            if Bernoulli.needed(node):
+                new.target = Bernoulli()
+            new.meta = {**node.meta, BACKWARD: backward}
+            copies[node.name] = new
+    return copies
+
+
+def named(nodes: Sequence[Any], values: dict[str, fx.Node]) -> list[Any]:
+    """The new nodes for a part's; what is no node stays."""
+    return [values[one.name] if isinstance(one, fx.Node) else one for one in nodes]
 
 
 def returned(module: fx.GraphModule) -> Any:
@@ -282,15 +274,40 @@ def is_tangent(node: fx.Node) -> bool:
     return "tangents" in str(node.target)
 
 
+def as_received(saved: Iterable[fx.Node]) -> list[fx.Node]:
+    """Values that forward saves, in the order of backward's inputs: first numbers, such as a
+    symbolic size, which forward returns last."""
+    return sorted(saved, key=lambda one: kind(one) < _NUMBER)
+
+
+def kind(node: fx.Node) -> int:
+    """AOTAutograd wants forward to return saved values in the order of their kinds."""
+    val = node.meta.get("val")
+    if val is None or isinstance(val, torch.Tensor):  # it is not noted of a generator's state
+        return int(bool(node.meta.get(_UNCHECKED_SAVE)))
+    return _NUMBER if is_symbolic(val) else 2  # such as a mesh of devices
+
+
+_NUMBER = 3
+_UNCHECKED_SAVE = "saved_tensor_with_no_vc_check"
+"""PyTorch's key in `node.meta` of saved tensors that autograd does not check for later writes."""
+
+
+def tangents(module: fx.GraphModule) -> dict[str, fx.Node]:
+    """The inputs that are gradients of forward's results, by their names."""
+    places = module.graph.find_nodes(op="placeholder")
+    return {node.name: node for node in places if is_tangent(node)}
+
+
 def loss_gradient(joint: fx.GraphModule) -> torch.Tensor:
     """A fake tensor like the gradient of the loss."""
-    tangents = list(filter(is_tangent, joint.graph.find_nodes(op="placeholder")))
-    if len(tangents) != 1:
+    given = list(tangents(joint).values())
+    if len(given) != 1:
         raise UncapturedError(
             "the loss leaves other tensors that require a gradient: it returns them, keeps them in "
             "an object, or writes into a parameter"
         )
-    like: torch.Tensor = tangents[0].meta["val"]
+    like: torch.Tensor = given[0].meta["val"]
     check_loss(like)
     return like
 

@@ -28,8 +28,6 @@ FACTS = "memplan"
 """Key in `node.meta` of a node's `Facts`."""
 BACKWARD = "memplan_backward"
 """Key in `node.meta`: whether a node belongs to the backward pass."""
-NODE_NAME = "memplan_name"
-"""Key in `node.meta`: the name of a node in the forward or backward graph that it comes from."""
 RANDOM = "random numbers"
 """The chain of operators that draw random numbers."""
 UPDATE = "memplan_update"
@@ -205,27 +203,18 @@ class _Reader:
 
     def _result(self, node: fx.Node) -> Any:
         """The storages of a node's result: those that its schema names, else new ones."""
-        if is_random_wrapper(node):
-            return self._new_storages(_wrapped_result(node), node)
-        val = node.meta.get("val")
-        aliases = _aliases(node)
-        if isinstance(val, torch.Tensor):
-            return self._result_storage(val, node, 0, aliases.get(0, ()))
-        if not isinstance(val, (list, tuple)):
-            return None
-        target = node.target
-        lists = isinstance(target, torch._ops.OpOverload) and len(target._schema.returns) == 1
-        return [
-            self._result_storage(one, node, place, aliases.get(0 if lists else place, ()))
-            if isinstance(one, torch.Tensor)
-            else None
-            for place, one in enumerate(val)
-        ]
+        val = _wrapped_result(node) if is_random_wrapper(node) else node.meta.get("val")
+        aliases, target = _aliases(node), node.target
+        one_list = isinstance(target, torch._ops.OpOverload) and len(target._schema.returns) == 1
 
-    def _new_storages(self, val: Any, node: fx.Node) -> Any:
-        if isinstance(val, (list, tuple)):
-            return [self._new_storages(one, node) for one in val]
-        return self._new_storage(val, _name(node)) if isinstance(val, torch.Tensor) else None
+        def storages(of: Any, place: int) -> Any:
+            if isinstance(of, (list, tuple)):
+                return [storages(one, number) for number, one in enumerate(of)]
+            if not isinstance(of, torch.Tensor):
+                return None
+            return self._result_storage(of, node, place, aliases.get(0 if one_list else place, ()))
+
+        return storages(val, 0)
 
     def _result_storage(
         self, val: torch.Tensor, node: fx.Node, place: int, aliases: Sequence[fx.Node]

@@ -16,7 +16,6 @@ from memplan.runtime.graph.joint import Joint
 from memplan.runtime.graph.operator_graph import OperatorGraph, operator_graph
 from memplan.runtime.graph.program import (
     BACKWARD,
-    NODE_NAME,
     Facts,
     facts_of,
     is_element,
@@ -44,7 +43,7 @@ class RecomputeProblem:
     is a value of its own, with -1."""
 
     def replays(self, selection: Selection) -> tuple[NodeReplay, ...]:
-        """The replays of a selection, by the names of nodes of forward and backward."""
+        """The replays of a selection, by the names of nodes."""
         nodes, roots = self.operators.nodes, self._roots()
 
         def names(values: frozenset[int]) -> frozenset[str]:
@@ -52,8 +51,8 @@ class RecomputeProblem:
 
         return tuple(
             NodeReplay(
-                str(nodes[one.before].meta.get(NODE_NAME, "")),
-                tuple(nodes[row].meta[NODE_NAME] for row in one.rows),
+                nodes[one.before].name,
+                tuple(nodes[row].name for row in one.rows),
                 names(one.makes),
                 names(one.gives),
             )
@@ -65,11 +64,11 @@ class RecomputeProblem:
         and elements of its result that lie there."""
         roots: dict[int, list[str]] = {}
         for node in self.operators.program.graph_module.graph.nodes:
-            if node.op != "call_function" or NODE_NAME not in node.meta or node.meta[BACKWARD]:
+            if node.op != "call_function" or node.meta.get(BACKWARD):
                 continue
             facts = facts_of(node)
             if facts.storage is not None and (facts.makes or is_element(node)):
-                roots.setdefault(facts.storage, []).append(node.meta[NODE_NAME])
+                roots.setdefault(facts.storage, []).append(node.name)
         return roots
 
 

@@ -18,15 +18,16 @@ from memplan.runtime.graph.execute import Executable
 from memplan.runtime.graph.joint import (
     AfterBackward,
     Joint,
-    add_backward,
-    add_forward,
+    add_part,
+    as_received,
     constants,
-    is_tangent,
+    kind,
+    named,
     returned,
+    tangents,
 )
 from memplan.runtime.graph.program import BACKWARD, MemplanOp
-from memplan.runtime.graph.rematerialize import NodeReplay, saved_by
-from memplan.types.errors import InternalError
+from memplan.runtime.graph.rematerialize import FORWARD_ONLY_META, NodeReplay, replay
 
 
 class CallerTurn(MemplanOp):
@@ -45,19 +46,39 @@ class CallerTurn(MemplanOp):
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """Both parts of a region, in one graph (`module`) and as PyTorch's partitioner made them."""
+    """Both parts of a region in one graph."""
 
     module: fx.GraphModule
-    forward: fx.GraphModule
-    backward: fx.GraphModule
     caller_turn: fx.Node
-    """Its first argument is what forward returns."""
+    """Its first argument is what forward returns: its results, then what it saves."""
     accumulate: fx.Node
     """Its argument is what backward returns."""
     saved: list[int]
     """Places of the saved values among what forward returns, in the order of backward's inputs."""
     tangents: list[fx.Node]
     results: int
+
+    def parts(self) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Forward and backward as graphs of their own, as PyTorch's partitioner would make them: to
+        be called before operators work in place."""
+        forward, backward = fx.Graph(), fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        returned_nodes: Any = self.caller_turn.args[0]
+        received = [returned_nodes[place] for place in self.saved]
+        *nodes, _ = self.module.graph.nodes
+        at = nodes.index(self.caller_turn)
+        for node in nodes[:at]:
+            copies[node] = forward.node_copy(node, copies.__getitem__)
+        forward.output(fx.map_arg(returned_nodes, copies.__getitem__))
+        for node in (*received, *self.tangents):
+            copies[node] = backward.placeholder(node.name)
+            copies[node].meta = {k: v for k, v in node.meta.items() if k not in FORWARD_ONLY_META}
+        for node in nodes[at:]:
+            if node not in (self.caller_turn, *self.tangents, self.accumulate):
+                copies[node] = backward.node_copy(node, copies.__getitem__)
+        (gradients,) = self.accumulate.args
+        backward.output(fx.map_arg(gradients, copies.__getitem__)).meta = self.accumulate.meta
+        return fx.GraphModule(self.module, forward), fx.GraphModule(self.module, backward)
 
     def executables(self, order: Sequence[fx.Node]) -> tuple[Executable, Executable]:
         """Code for forward and backward. `order`: see `Ordering.nodes`."""
@@ -80,28 +101,24 @@ def region(joint: Joint, replays: Sequence[NodeReplay] = (), *, saves: bool = Tr
     """Put forward and backward into one graph; backward recomputes what the replays say. With
     `saves=False`, saved values are not held during the caller's turn: for a solver that is to
     choose them."""
-    forward, backward = joint.parts(replays)
+    forward, backward = joint.parts
     graph = fx.Graph()
-    returned_nodes = add_forward(graph, forward)
-    places = list(backward.graph.find_nodes(op="placeholder"))
-    given = [node for node in places if is_tangent(node)]
-    outputs = list(returned(forward))
-    saved = [outputs.index(node) for node in saved_by(forward, joint.results)]
-    if places[len(saved) :] != given:
-        raise InternalError("backward's inputs are not what forward saves, then gradients")
-    inputs = graph.find_nodes(op="placeholder")
-    changed = [node for node in inputs if node.name in joint.changed]
-    held = tuple(returned_nodes) if saves else tuple(returned_nodes[: joint.results])
-    caller_turn = graph.call_function(CallerTurn(len(changed)), (held, *changed))
-    caller_turn.meta = {"val": [node.meta.get("val") for node in given], BACKWARD: False}
-    tangents = []
-    for number, node in enumerate(given):
-        element = graph.call_function(operator.getitem, (caller_turn, number))
-        element.meta = {"val": node.meta.get("val"), BACKWARD: False}
-        tangents.append(element)
-    gradients = add_backward(
-        graph, backward, [*(returned_nodes[place] for place in saved), *tangents]
-    )
+    values = add_part(graph, forward)
+    outputs = returned(forward)
+    results = tuple(named(outputs[: joint.results], values))
+    changed = [node for name, node in values.items() if name in joint.changed]
+    caller_turn = graph.call_function(CallerTurn(len(changed)), (results, *changed))
+    given = tangents(backward)
+    caller_turn.meta = {"val": [one.meta.get("val") for one in given.values()], BACKWARD: False}
+    elements = []
+    for number, (name, node) in enumerate(given.items()):
+        taken = graph.create_node(
+            "call_function", operator.getitem, (caller_turn, number), name=name
+        )
+        taken.meta = {**node.meta, BACKWARD: False}
+        elements.append(taken)
+    inputs = [*named(as_received(outputs[joint.results :]), values), *elements]
+    gradients = named(returned(backward), add_part(graph, backward, inputs, backward=True))
     copied = [
         _bytes(gradient)
         for gradient, node in zip(gradients, joint.module.graph.nodes, strict=False)
@@ -109,13 +126,24 @@ def region(joint: Joint, replays: Sequence[NodeReplay] = (), *, saves: bool = Tr
     ]
     # Autograd copies gradients whose layout differs from their input's, one at a time.
     accumulate = graph.call_function(AfterBackward(max(copied, default=0)), (tuple(gradients),))
-    accumulate.meta = {"val": None, BACKWARD: True}
+    accumulate.meta = {**backward.graph.output_node().meta, "val": None, BACKWARD: True}
     # Until backward ends, the caller may hold the results, and does hold the gradients it gave.
-    graph.output((tuple(returned_nodes[: joint.results]), tuple(tangents), tuple(gradients)))
+    graph.output((results, tuple(elements), tuple(gradients)))
     module = fx.GraphModule(constants(forward, backward), graph)
-    return Region(
-        module, forward, backward, caller_turn, accumulate, saved, tangents, joint.results
-    )
+    replay(module, replays)
+    saved = sorted(_crossing(graph, caller_turn), key=kind)
+    if saves:
+        caller_turn.args = ((*results, *saved), *changed)
+    places = [joint.results + saved.index(one) for one in as_received(saved)]
+    return Region(module, caller_turn, accumulate, places, elements, joint.results)
+
+
+def _crossing(graph: fx.Graph, caller_turn: fx.Node) -> list[fx.Node]:
+    """What backward uses of forward."""
+    *nodes, _ = graph.nodes
+    at = nodes.index(caller_turn)
+    later = set(nodes[at + 1 :])
+    return [one for one in nodes[:at] if not later.isdisjoint(one.users)]
 
 
 def _same_layout(gradient: fx.Node, given: fx.Node) -> bool:

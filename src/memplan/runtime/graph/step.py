@@ -159,17 +159,7 @@ class CompiledStep(Generic[P]):
         self._updates.begin()
         in_graph = self._setup.updates_in_graph()
         self._updates.in_graph = last and in_graph
-        # PyTorch's compiler detaches its arguments, so that their hooks would not run.
-        given = LeafHooks().refusal(pytree.tree_leaves((args, kwargs)))
-        if why := given or self._leaf_hooks.refusal(self._updates.parameters()):
-            return self._give_up(why, args, kwargs)
-        if autocast_cache_persists():
-            return self._give_up("autocast is on, outside of its context", args, kwargs)
-        if has_saved_tensor_hooks():
-            return self._give_up("hooks on saved tensors around the call", args, kwargs)
-        if torch.is_anomaly_enabled():
-            return self._give_up("autograd's detection of anomalies around the call", args, kwargs)
-        if not capture.programs and (why := wraps_several_tensors(self._updates.parameters())):
+        if why := self._refusal(args, kwargs):
             return self._give_up(why, args, kwargs)
         known = len(self._past) + len(capture.programs)
         if capture.is_out_of_date(updates_in_graph=in_graph):
@@ -204,6 +194,19 @@ class CompiledStep(Generic[P]):
                 "memplan: %s is captured again, for other shapes, values or code", self.__name__
             )
         return result
+
+    def _refusal(self, args: Any, kwargs: Any) -> str:
+        """Why no graph can run this call; empty where one may."""
+        if autocast_cache_persists():
+            return "autocast is on, outside of its context"
+        if has_saved_tensor_hooks():
+            return "hooks on saved tensors around the call"
+        if torch.is_anomaly_enabled():
+            return "autograd's detection of anomalies around the call"
+        # PyTorch's compiler detaches its arguments, so that their hooks would not run.
+        given = LeafHooks().refusal(pytree.tree_leaves((args, kwargs)))
+        wraps = "" if self._capture.programs else wraps_several_tensors(self._updates.parameters())
+        return given or wraps or self._leaf_hooks.refusal(self._updates.parameters())
 
     def _undo(self, before: _Before, error: BaseException) -> None:
         """After an error: undo the call where that is possible. A note on the error says which."""

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memplan.runtime.graph.compiled_graph import CompiledGraph, OrderedStep
-from memplan.runtime.graph.eager_kernels import eager_kernels, keep_unused_draws
+from memplan.runtime.graph.eager_kernels import eager_kernels
 from memplan.runtime.graph.extra_guards import ExtraGuards, refusal
 from memplan.runtime.graph.in_place import in_place
 from memplan.runtime.graph.joint import (
@@ -162,7 +162,7 @@ class StepCapture:
         def partition(joint: Any, inputs: Any, *, num_fwd_outputs: int, **more: Any) -> Any:
             refuse(joint, num_fwd_outputs)
             joints.append(Joint(copied(joint), inputs, num_fwd_outputs, more))
-            forward, backward = map(copied, joints[0].parts())
+            forward, backward = map(copied, joints[0].parts)
             gradients = len(returned(backward))
             return forward_alone(forward, backward, num_fwd_outputs, gradients)
 
@@ -182,7 +182,7 @@ class StepCapture:
             return self._boxed(made, written)
 
         compile_parts: Any = aot_module_simplified
-        with eager_kernels(), keep_unused_draws():
+        with eager_kernels():
             compiled: Callable[..., Any] = compile_parts(
                 module,
                 primals,

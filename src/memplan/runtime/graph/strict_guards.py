@@ -46,10 +46,9 @@ from torch._dynamo import symbolic_convert
 from torch._dynamo.exc import ObservedAttributeError, unimplemented
 from torch._dynamo.guards import GuardBuilder, _get_closure_vars, install_guard
 from torch._dynamo.output_graph import OutputGraph
-from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import AttrSource, GlobalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
-from torch._dynamo.variables import builder, builtin, functions, lists, object_protocol
+from torch._dynamo.variables import builder, builtin, functions, object_protocol
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builtin import GetAttrBuiltinVariable
 from torch._dynamo.variables.constant import ConstantVariable
@@ -77,11 +76,8 @@ _hash_impl: Callable[..., Any] = UserDefinedObjectVariable.hash_impl
 _get_source: Callable[..., Any] = UserFunctionVariable.get_source
 _load: Callable[..., Any] = InstructionTranslatorBase._load_attr
 _get_attribute: Callable[..., Any] = GetAttrBuiltinVariable._call_getattr
-_get_item: Callable[..., Any] = ConstDictVariable.getitem_const_raise_exception_if_absent
-_as_constant: Callable[..., Any] = ConstDictVariable.as_python_constant
+_make_dict: Callable[..., None] = ConstDictVariable.__init__
 _guard_keys: Callable[..., None] = ConstDictVariable.install_dict_keys_match_guard
-_mutate: Callable[..., None] = SideEffects.mutation
-_LISTS: tuple[Any, ...] = (lists.ListVariable, lists.DequeVariable)
 _import: Callable[..., Any] = InstructionTranslatorBase.import_source
 _get_of_super: Callable[..., Any] = SuperVariable._resolved_getattr_and_source
 _call_skip: Callable[..., Any] = SkipFunctionVariable.call_function
@@ -221,37 +217,14 @@ def _guard_absence(of: VariableTracker, attribute: str) -> None:
     _guard(of, functools.partial(GuardBuilder.HASATTR, attr=attribute))
 
 
-def _getitem(self: Any, tx: Any, key: VariableTracker) -> Any:
-    if key not in self:
-        self.install_dict_contains_guard(tx, [key])
-    return _get_item(self, tx, key)
-
-
-def _guard_keys_in_order(self: Any) -> None:
-    """Also guard the order of keys, as Dynamo does for an iteration but not for a copy."""
-    _guard_keys(self)
-    if self.source is not None:
+def _dict(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Guard all keys of a dict, in their order. Dynamo guards those that are found, and the others
+    in some of its methods."""
+    _make_dict(self, *args, **kwargs)
+    by_keys = type(self).install_dict_keys_match_guard is _guard_keys  # not those of modules' hooks
+    if by_keys and self.source is not None:
+        _guard_keys(self)
         InstructionTranslator.current_tx().output.guard_on_key_order.add(self.source)
-
-
-def _mutation(self: Any, of: VariableTracker) -> None:
-    """Guard all keys of a dict that the function changes: the result depends on them."""
-    if isinstance(of, ConstDictVariable):
-        of.install_dict_keys_match_guard()
-    _mutate(self, of)
-
-
-def _extending(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A call of a list's method that guards the keys of a dict whose keys are appended."""
-
-    def call_method(self: Any, tx: Any, name: str, args: Sequence[Any], kwargs: Any) -> Any:
-        if name == "extend":
-            for one in args:
-                if isinstance(one, ConstDictVariable):
-                    one.install_dict_keys_match_guard()
-        return call(self, tx, name, args, kwargs)
-
-    return call_method
 
 
 def _guard_all_keys(self: VariableTracker, *_args: Any) -> None:
@@ -373,12 +346,6 @@ def pop_queries() -> list[Query]:
     return found
 
 
-def _dict_as_constant(self: Any) -> Any:
-    """Guard the keys of a dict that becomes a constant, as an empty one does for its truth."""
-    self.install_dict_keys_match_guard()
-    return _as_constant(self)
-
-
 def _guard(one: VariableTracker, how: Any = GuardBuilder.ID_MATCH) -> None:
     if one.source is not None:
         install_guard(one.source.make_guard(how))
@@ -428,14 +395,10 @@ PATCHES: list[tuple[Any, str, Any]] = [
     (UserFunctionVariable, _get_source.__name__, _source),
     (InstructionTranslatorBase, _load.__name__, _load_attr),
     (GetAttrBuiltinVariable, _get_attribute.__name__, _getattr),
-    (ConstDictVariable, _get_item.__name__, _getitem),
-    (ConstDictVariable, _guard_keys.__name__, _guard_keys_in_order),
-    (ConstDictVariable, _as_constant.__name__, _dict_as_constant),
+    (ConstDictVariable, _make_dict.__name__, _dict),
     # Parameters of an optimizer that was looked at would be constants of the graph.
     (builder, "get_static_address_type", lambda _tensor: None),
-    *((of, "call_method", _extending(of.call_method)) for of in _LISTS),
     (OutputGraph, _prune.__name__, _prune_inputs),
-    (SideEffects, _mutate.__name__, _mutation),
     (SkipFunctionVariable, _call_skip.__name__, _call_skipped),
     *((GuardBuilder, name, _exactly(vars(GuardBuilder)[name], of)) for name, of in _INEXACT_GUARDS),
     (DunderDictVariable, "install_dict_keys_match_guard", _guard_all_keys),

@@ -27,20 +27,11 @@ from memplan.runtime.graph.arithmetic import (
 )
 from memplan.runtime.graph.execute import Executable
 from memplan.runtime.graph.in_place import in_place
-from memplan.runtime.graph.program import UPDATE, MemplanOp, program_of
+from memplan.runtime.graph.program import UPDATE, program_of
 
 ELEMENTS = {"cpu": 2**20}
 """Elements of a chunk, by the kind of device: enough to make the start of an operator cheap."""
 _ELEMENTS = 2**24
-
-
-class _Own(MemplanOp):
-    """Gives its argument, as if the code had made it: its memory may be used for something else."""
-
-    __name__ = "own"
-
-    def __call__(self, given: torch.Tensor) -> torch.Tensor:
-        return given
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,8 +104,6 @@ def update_program(
         return None
     numbers = len(arithmetic.numbers)
     once, each = _Part(like, counts, numbers), _Part(like, rest, numbers, updates=True)
-    if not chunked:
-        each.own_gradient()
     for number, operation in enumerate(arithmetic.operations):
         result = arithmetic.results[number]
         part = once if chunked and not result.dim() else each
@@ -125,7 +114,8 @@ def update_program(
         args, kwargs = pytree.tree_unflatten(leaves, operation.spec)
         part.nodes["made", number, 0] = part.call(operation.func, args, kwargs, result)
     size = ELEMENTS.get(like.device.type, _ELEMENTS) if chunked else None
-    return UpdateProgram(once.executable(), each.executable(), tuple(counts), tuple(rest), size)
+    code = each.executable(*([] if chunked else [each.nodes[GRADIENT]]))
+    return UpdateProgram(once.executable(), code, tuple(counts), tuple(rest), size)
 
 
 class _Part:
@@ -140,22 +130,14 @@ class _Part:
         """`updates`: the part is given the parameter and its gradient, too."""
         self.graph = fx.Graph()
         self.device = like.device
-        self._like = meta_like(like)
-        given: dict[Token, Any] = dict.fromkeys(
-            (PARAMETER, GRADIENT) if updates else (), self._like
-        )
+        tensors = (PARAMETER, GRADIENT) if updates else ()
+        given: dict[Token, Any] = dict.fromkeys(tensors, meta_like(like))
         given |= {("state", key): one for key, one in state.items()}
         given |= {("number", number): None for number in range(numbers)}
         self.nodes: dict[Token, fx.Node] = {}
         for token, val in given.items():
             node = self.nodes[token] = self.graph.placeholder("_".join(map(str, token)))
             node.meta["val"] = val
-
-    def own_gradient(self) -> None:
-        """Let the gradient be overwritten and freed."""
-        given = self.nodes[GRADIENT]
-        given.meta["val"] = None
-        self.nodes[GRADIENT] = self.call(_Own(), (given,), {}, self._like)
 
     def call(self, target: Any, args: Any, kwargs: Any, val: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
@@ -172,10 +154,11 @@ class _Part:
             return leaf
         return self.device if leaf.token == DEVICE else self.nodes[leaf.token]
 
-    def executable(self) -> Executable:
+    def executable(self, *spare: fx.Node) -> Executable:
+        """`spare`: inputs that may be overwritten."""
         self.graph.output(())
         module = fx.GraphModule(torch.nn.Module(), self.graph)
-        program = in_place(program_of(module))
+        program = in_place(program_of(module), spare)
         inputs = program.placeholders
         order = [node for node in module.graph.nodes if node not in (*inputs, program.output)]
         return Executable(order, inputs, program.output, grad_mode=False, whole_step=True)
