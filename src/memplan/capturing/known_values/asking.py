@@ -58,13 +58,13 @@ def asking() -> Asking:
     while frame is not None:
         filename = frame.f_code.co_filename
         if filename.endswith(_LBFGS):
-            path = _expressions(frame.f_code, frame.f_lasti)
+            path = expressions(frame.f_code, frame.f_lasti)
             compared = next(
                 (node for node in reversed(path) if isinstance(node, ast.Compare)), None
             )
             return Asking(lbfgs="value" if compared is None else ast.unparse(compared))
         if shown_path(filename):
-            path = _expressions(frame.f_code, frame.f_lasti)
+            path = expressions(frame.f_code, frame.f_lasti)
             header = _in_header(path)
             turns = _has_else(path) and _in_loop(frame)
             return header or Asking(
@@ -109,7 +109,7 @@ def _in_loop(frame: FrameType | None) -> bool:
     """Whether this function, or one that called it, is in the body of a `while` loop."""
     while frame is not None:
         if shown_path(frame.f_code.co_filename):
-            for node, child in pairwise(_expressions(frame.f_code, frame.f_lasti)):
+            for node, child in pairwise(expressions(frame.f_code, frame.f_lasti)):
                 if isinstance(node, ast.While) and child is not node.test:
                     return True
         frame = frame.f_back
@@ -151,7 +151,7 @@ def _goes_on_if_large(node: ast.Compare, child: ast.AST) -> bool | None:
 
 
 @lru_cache(maxsize=4096)
-def _expressions(code: CodeType, instruction: int) -> list[ast.AST]:
+def expressions(code: CodeType, instruction: int) -> list[ast.AST]:
     """The syntax nodes that contain an instruction, outermost first; empty without source."""
     number = instruction // _BYTES_PER_INSTRUCTION
     running = opname[code.co_code[instruction]]
