@@ -22,6 +22,7 @@ from memplan.capturing.fake.fast_fake import DeviceFakeMode
 from memplan.capturing.host.memory import HostMemory
 from memplan.capturing.known_values.answers import Answers, Assumptions
 from memplan.capturing.known_values.assumed_sizes import AssumedSizes
+from memplan.capturing.known_values.rounds import Rounds
 from memplan.capturing.known_values.store import Values, worth_keeping
 from memplan.capturing.recording.context import Context, shown_path, source_of
 from memplan.capturing.recording.recorder import Recorder
@@ -111,7 +112,8 @@ class CaptureState:
     def __post_init__(self) -> None:
         self.host = HostMemory(self.recorder, enabled=self.device_type != "cpu")
         self.context = Context(self.recorder.builder)
-        self.answers = Answers(self.assumptions, self.source, self.context.in_model)
+        alike = Rounds(self.recorder).alike
+        self.answers = Answers(self.assumptions, self.source, self.context.in_model, alike)
         self._op_names: dict[Any, str] = {}
 
     def observe(self, func: Any, observer: Observer) -> None:

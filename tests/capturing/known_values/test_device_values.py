@@ -380,6 +380,42 @@ def test_a_solver_that_takes_steps_back_comes_to_its_end() -> None:
     assert steps["kept"] > 1
 
 
+@pytest.mark.parametrize("number", [False, True])
+def test_a_loop_that_may_break_does_once_its_turns_are_alike(number: bool) -> None:
+    """As a solver by conjugate gradients, which need not run all of its iterations."""
+    turns = []
+
+    def job() -> None:
+        for _ in range(3):
+            x = scores()
+            for turn in range(1000):  # noqa: B007
+                x = x * 0.5
+                if (x.norm().item() if number else x.norm()) < 1e-6:
+                    break
+            turns.append(turn)
+
+    trace = record(job)
+    first, *later = turns
+    assert first <= answers._ALIKE + 2
+    assert max(later) <= answers._ROUNDS + 2
+    loops = [item.text for item in trace.meta.assumptions if item.kind == "loop"]
+    assert "a loop that may break on a device value does after 128 turns alike" in loops
+
+
+def test_a_loop_that_keeps_memory_does_not_break_early() -> None:
+    kept = []
+
+    def job() -> None:
+        x = scores()
+        for _ in range(400):
+            kept.append(x * 0.5)
+            if kept[-1].norm() < 1e-6:
+                break
+
+    record(job)
+    assert len(kept) == 400
+
+
 def test_a_search_inside_a_training_step_ends_every_time() -> None:
     found = []
 

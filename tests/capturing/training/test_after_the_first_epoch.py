@@ -285,7 +285,7 @@ with torch.no_grad():
     [
         ("for epoch in range(100):", True),
         ("for epoch in range(100):\n    loss = None", False),
-        ("while step < 1000:", False),
+        ("while step < 1000:", True),
     ],
 )
 def test_what_follows_the_last_epoch(tmp_path: Path, loop: str, seen: bool) -> None:

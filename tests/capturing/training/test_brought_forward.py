@@ -61,6 +61,31 @@ def test_the_loop_around_the_function_that_trains() -> None:
     assert seen == ["an epoch of ten", "an epoch of ten"]
 
 
+class Trainer:
+    def __init__(self) -> None:
+        self.steps, self.every = 0, 1000
+        self.seen: list[int] = []
+
+    @property
+    def fixed(self) -> int:
+        return 5
+
+    def train(self, turns: int) -> None:
+        for turn in range(turns):
+            step(turn, 1)
+            self.steps += 1
+            if self.steps % self.every == 0:
+                self.seen.append(turn)
+            if self.fixed % 7 == 0:
+                self.seen.append(-1)
+
+
+def test_a_counter_of_an_object() -> None:
+    trainer = Trainer()
+    trainer.train(3)
+    assert trainer.seen == [1] and trainer.steps == 1001
+
+
 def test_conditions_that_call_something_are_left_alone() -> None:
     seen = []
     for turn in range(3):

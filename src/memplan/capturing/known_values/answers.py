@@ -33,6 +33,9 @@ _FEWEST_ROUNDS = 1
 """Turns of a loop inside another loop: `_FEW_LOOPS` loops on its line have ended since the
 optimizer stepped, as a solver's between the times that are asked for."""
 _FEW_LOOPS = 16
+_ALIKE = 128
+"""Turns that ask for the same memory after which a loop that may break does: more than those after
+which a solver usually starts anew. After the first time on its line, `_ROUNDS` suffice."""
 _POINTS_OF_A_SEARCH = 2
 _PATIENCE = 1_000
 _LIMIT = 20_000
@@ -71,17 +74,24 @@ class Answers:
     """Python values for device scalars of unknown content."""
 
     def __init__(
-        self, assumptions: Assumptions, source: Callable[[], str], in_model: Callable[[], bool]
+        self,
+        assumptions: Assumptions,
+        source: Callable[[], str],
+        in_model: Callable[[], bool],
+        alike: Callable[[str], int],
     ) -> None:
-        """`source()` gives the `file:line` that asks, `in_model()` whether a module is running."""
+        """`source()` gives the `file:line` that asks, `in_model()` whether a module is running, and
+        `alike(source)`, called once a turn, how many turns of a loop there were like the last."""
         self.finishing = False
         """Whether enough has been seen: then training loops end when they ask."""
         self._assumptions = assumptions
         self._source = source
         self._in_model = in_model
+        self._alike = alike
         self._asked: Counter[str] = Counter()
         self._ended: Counter[str] = Counter()
         self._loops: defaultdict[str, _Loop] = defaultdict(_Loop)
+        self._broken: set[str] = set()
         self._steps = 0
         self._points = 0
 
@@ -111,6 +121,14 @@ class Answers:
             )
         if who.lbfgs:
             return self._lbfgs(who.lbfgs, dtype, source, times)
+        if who.breaks is not None and origin not in _HEALTH:
+            ends = not who.breaks.goes_on if dtype == torch.bool else who.breaks.ends
+            most = _ROUNDS if source in self._broken else _ALIKE
+            if ends is not None and self._alike(source) >= most:
+                self._broken.add(source)
+                text = f"a loop that may break on a device value does after {most} turns alike"
+                self._assumptions.add("loop", text, op=origin, source=source)
+                return ends if dtype == torch.bool or dtype.is_floating_point else int(ends)
         impatient = times > (_ROUNDS if who.turns else _PATIENCE) and times % 2 == 0
         if dtype == torch.bool:
             usual = origin in _TRUE_ORIGINS

@@ -48,6 +48,8 @@ class Asking:
     turns: bool = False
     """Whether an `if` with an `else` asks, while a `while` loop runs here or in a caller. One side
     may bring the loop no nearer to its end, as a step that a solver takes back."""
+    breaks: Asking | None = None
+    """How a loop goes on, if the expression is the condition of an `if` with which it breaks."""
     lbfgs: str = ""
     """The comparison if `torch.optim.LBFGS` asks; `value` if it reads a number."""
 
@@ -58,17 +60,20 @@ def asking() -> Asking:
     while frame is not None:
         filename = frame.f_code.co_filename
         if filename.endswith(_LBFGS):
-            path = _expressions(frame.f_code, frame.f_lasti)
+            path = expressions(frame.f_code, frame.f_lasti)
             compared = next(
                 (node for node in reversed(path) if isinstance(node, ast.Compare)), None
             )
             return Asking(lbfgs="value" if compared is None else ast.unparse(compared))
         if shown_path(filename):
-            path = _expressions(frame.f_code, frame.f_lasti)
+            path = expressions(frame.f_code, frame.f_lasti)
             header = _in_header(path)
             turns = _has_else(path) and _in_loop(frame)
             return header or Asking(
-                holds=_in_check(path), goes_further=_in_choice(path), turns=turns
+                holds=_in_check(path),
+                goes_further=_in_choice(path),
+                turns=turns,
+                breaks=_in_break(path),
             )
         frame = frame.f_back
     return Asking()
@@ -109,7 +114,7 @@ def _in_loop(frame: FrameType | None) -> bool:
     """Whether this function, or one that called it, is in the body of a `while` loop."""
     while frame is not None:
         if shown_path(frame.f_code.co_filename):
-            for node, child in pairwise(_expressions(frame.f_code, frame.f_lasti)):
+            for node, child in pairwise(expressions(frame.f_code, frame.f_lasti)):
                 if isinstance(node, ast.While) and child is not node.test:
                     return True
         frame = frame.f_back
@@ -130,8 +135,25 @@ def _in_header(path: list[ast.AST]) -> Asking | None:
     assert isinstance(loop, ast.While)
     if rest[0] is not loop.test:
         return None
+    return _goes_on(rest, not _negated(rest))
+
+
+def _in_break(path: list[ast.AST]) -> Asking | None:
+    inside = [i for i, node in enumerate(path) if isinstance(node, ast.If | ast.For | ast.While)]
+    if len(inside) < 2 or inside[-1] + 1 == len(path):
+        return None
+    around, (node, *rest) = path[inside[-2]], path[inside[-1] :]
+    if not isinstance(node, ast.If) or isinstance(around, ast.If) or around.orelse or node.orelse:  # type: ignore[attr-defined]
+        return None
+    if rest[0] is not node.test or not isinstance(node.body[-1], ast.Break):
+        return None
+    return _goes_on(rest, _negated(rest))
+
+
+def _goes_on(rest: list[ast.AST], goes_on: bool) -> Asking:
+    """With what a loop goes on whose condition has these nodes, outermost first."""
     asker = rest[-1]
-    goes_on = not _negated(rest)
+    asker = rest[-1]
     for node, child in pairwise(rest):
         if isinstance(node, ast.Compare):
             large = _goes_on_if_large(node, child)
@@ -151,7 +173,7 @@ def _goes_on_if_large(node: ast.Compare, child: ast.AST) -> bool | None:
 
 
 @lru_cache(maxsize=4096)
-def _expressions(code: CodeType, instruction: int) -> list[ast.AST]:
+def expressions(code: CodeType, instruction: int) -> list[ast.AST]:
     """The syntax nodes that contain an instruction, outermost first; empty without source."""
     number = instruction // _BYTES_PER_INSTRUCTION
     running = opname[code.co_code[instruction]]

@@ -12,6 +12,7 @@ import ast
 import ctypes
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import lru_cache
 from itertools import permutations
 from types import FrameType
@@ -24,6 +25,7 @@ _ARITHMETIC = (
     *(ast.Name, ast.Attribute, ast.Constant, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare),
     *(ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.expr_context),
 )
+_COUNTERS = (ast.Name, ast.Attribute)
 _LONGEST_PERIOD = 10**9
 _parsed = lru_cache(syntax_of)
 
@@ -64,9 +66,8 @@ def _tests(loops: list[ast.For | ast.While]) -> Iterator[tuple[ast.expr, set[str
     of its turns."""
     inner = max(loops, key=lambda one: one.lineno)
     named = ast.walk(inner.target) if isinstance(inner, ast.For) else ()
-    counters = {one.id for one in named if isinstance(one, ast.Name)}
-    raised = [one for one in ast.walk(inner) if isinstance(one, ast.AugAssign)]
-    counters |= {one.target.id for one in raised if isinstance(one.target, ast.Name)}
+    raised = [one.target for one in ast.walk(inner) if isinstance(one, ast.AugAssign)]
+    counters = {ast.unparse(one) for one in (*named, *raised) if isinstance(one, _COUNTERS)}
     for node in ast.walk(min(loops, key=lambda one: one.lineno)):
         ends = isinstance(node, ast.If) and isinstance(node.body[-1], ast.Break | ast.Return)
         if isinstance(node, ast.If | ast.IfExp) and not ends:
@@ -83,7 +84,7 @@ def _is_ahead(tested: ast.expr, counters: set[str], frame: FrameType) -> bool:
         return False
     right = tested.comparators[0] if isinstance(tested, ast.Compare) else tested.right
     for one, other in permutations((tested.left, right)):
-        if isinstance(one, ast.Name) and one.id in counters:
+        if isinstance(one, _COUNTERS) and ast.unparse(one) in counters:
             now, then = (
                 _computed(side, {**frame.f_globals, **frame.f_locals}) for side in (one, other)
             )
@@ -135,13 +136,17 @@ def _divided(test: ast.expr) -> str | None:
     for node in nodes:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
             for part in ast.walk(node.left):
-                if isinstance(part, ast.Name):
-                    return part.id
+                if isinstance(part, _COUNTERS):
+                    return ast.unparse(part)
     return None
 
 
 def _value(frame: FrameType, name: str) -> Any:
-    return frame.f_locals.get(name, frame.f_globals.get(name))
+    return _computed(_expression(name), {**frame.f_globals, **frame.f_locals})
+
+
+def _expression(text: str) -> ast.expr:
+    return ast.parse(text, mode="eval").body
 
 
 def _set(frame: FrameType, name: str, tests: list[ast.If]) -> int:
@@ -151,7 +156,7 @@ def _set(frame: FrameType, name: str, tests: list[ast.If]) -> int:
     def holds(value: int) -> int:
         names = {**frame.f_globals, **frame.f_locals}
         return sum(
-            bool(_computed(one.test, {**names, name: value + _added(frame, name, one)}))
+            bool(_computed(_with(one.test, name, value + _added(frame, name, one)), names))
             for one in tests
         )
 
@@ -166,12 +171,28 @@ def _set(frame: FrameType, name: str, tests: list[ast.If]) -> int:
     best = max(near, key=lambda value: (holds(value), -value))
     if holds(best) <= holds(now):
         return 0
+    owner, _, attribute = name.rpartition(".")
+    if owner:
+        with suppress(AttributeError):  # a property that the job cannot set either
+            setattr(_value(frame, owner), attribute, best)
+        return holds(best) if _value(frame, name) == best else 0
     frame.f_locals[name] = best
     if name not in frame.f_code.co_varnames + frame.f_code.co_cellvars + frame.f_code.co_freevars:
         frame.f_globals[name] = best
     elif hasattr(ctypes.pythonapi, "PyFrame_LocalsToFast"):  # before 3.13 `f_locals` is a copy
         ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
     return holds(best)
+
+
+def _with(test: ast.expr, name: str, value: int) -> ast.expr:
+    """A condition with a number in place of a counter."""
+
+    class WithNumber(ast.NodeTransformer):
+        def visit(self, node: ast.AST) -> Any:
+            counts = isinstance(node, _COUNTERS) and ast.unparse(node) == name
+            return _expression(repr(value)) if counts else self.generic_visit(node)
+
+    return WithNumber().visit(_expression(ast.unparse(test)))  # type: ignore[no-any-return]
 
 
 def _added(frame: FrameType, name: str, before: ast.If) -> int:
@@ -182,8 +203,7 @@ def _added(frame: FrameType, name: str, before: ast.If) -> int:
         if isinstance(node, ast.AugAssign)
         and frame.f_lineno < node.lineno < before.lineno
         and isinstance(node.op, ast.Add)
-        and isinstance(node.target, ast.Name)
-        and node.target.id == name
+        and ast.unparse(node.target) == name
         and isinstance(node.value, ast.Constant)
         and isinstance(node.value.value, int)
     )

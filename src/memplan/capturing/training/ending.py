@@ -2,8 +2,8 @@
 
 Once a step repeats, more training steps show nothing new, but the evaluation and the checkpoint at
 the end of the epoch may. So the data loaders that are being read run dry, and the script goes on to
-whatever follows, with a few batches from each loader it opens. Where no loader is read, the loop
-around the step ends (`PlainLoops`).
+whatever follows, with a few batches from each loader it opens. Where no loader is read, or training
+goes on since a reader opens its loader again, the loop around the step ends (`PlainLoops`).
 
 A training that then holds more than the one before (another model, larger batches, layers
 unfrozen), or after a plain loop one with another kind of optimizer, is another one: it is followed
@@ -32,7 +32,9 @@ from memplan.capturing.training.brought_forward import bring_forward, later_cond
 from memplan.capturing.training.host_draws import HostDraws
 from memplan.capturing.training.input_time import InputTimes
 from memplan.capturing.training.later_epochs import LaterEpochs
+from memplan.capturing.training.left_behind import LeftBehind
 from memplan.capturing.training.plain_loops import PlainLoops
+from memplan.capturing.training.readers import expects_no_end
 from memplan.capturing.training.step_batches import StepBatches
 from memplan.capturing.training.waits import Waits
 from memplan.capturing.training.whole_run import WholeRun
@@ -71,10 +73,7 @@ class Ending:
         self._batches: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._deadline: Deadline | None = None
         self._dry: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._alive: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """Bytes in use when each loader was last asked for a batch."""
-        self._kept = ""
-        """What a loader's batches leave behind, in words, while it is being read."""
+        self._left = LeftBehind(state)
         self._most = (0, 0)
         """Bytes when a backward pass began, before the loaders ran dry: in all, and those that the
         forward passes since the last one had added."""
@@ -126,6 +125,7 @@ class Ending:
             self.step_batches.gave(reading, self.state.copies_from_host)
             self.inputs.gave(reading, self.state.recorder.builder.step)
             self.later.gave(reading, batch, self.state.recorder.builder.step)
+            self.loops.gave(reading)
             return batch
 
         def read_on(reading: Any) -> Any:
@@ -172,17 +172,27 @@ class Ending:
         def read(loader: Any) -> Any:
             self._sizes.read(loader)
             if self.whole_run is not None:
-                return self.whole_run.opened(loader, real_iter)
-            if not self._trains_on_top() and self.later.skips(loader, first_batch):
-                if self.later.are_endless:
-                    self.stop()
+                iterator = self.whole_run.opened(loader, real_iter)
+            elif not self._trains_on_top() and self._skips(loader, first_batch):
                 return iter(())
-            iterator = real_iter(loader)
-            self.later.opened(loader, iterator)
+            else:
+                iterator = real_iter(loader)
+                self.later.opened(loader, iterator)
+            self.loops.opened(iterator)
             return iterator
 
         patches.set(dataloader.DataLoader, "__init__", init)
         patches.set(dataloader.DataLoader, "__iter__", read)
+
+    def _skips(self, loader: Any, first_batch: Callable[[Any], Any]) -> bool:
+        """Whether it is of epochs to come. A loop of them without an end is told to end."""
+        if not self.later.skips(loader, first_batch):
+            return False
+        if self.later.are_endless and self.loops.used:
+            self.later.end()  # the loop's turn needs batches
+        elif self.later.are_endless and not self.loops.end_endless():
+            self.stop()
+        return self.later.begun
 
     def _trains_on_top(self) -> bool:
         """Whether the training that a loader is opened for needs more memory than one before, by
@@ -215,13 +225,13 @@ class Ending:
             if not self.draining:
                 self._drain()
                 self._allow(loader)
-            if self._left_behind(loader) < _MORE:
+            if self._left.before(loader) < _MORE and not expects_no_end():
                 raise
             raise LookupError from None  # see `_allow`
         if self.draining:
             self._opened_another = True
             self._batches[loader] = self._batches.get(loader, 0) + 1
-            self._left_behind(loader)
+            self._left.before(loader)
         return batch
 
     def begin(self, *, at_once: bool, steps: int) -> None:
@@ -248,6 +258,7 @@ class Ending:
 
     def _drain(self) -> None:
         self.later.trained_on(self._reading)
+        self.loops.ran_dry()
         self.draining = self.state.answers.finishing = True
         self._deadline = Deadline(_SECONDS_AFTER, cpu_time=True)
         self.state.on_real_op = self._watch_time
@@ -266,9 +277,9 @@ class Ending:
         if not training:
             self._evaluated = True
         elif not self._evaluated:
-            if not self._kept:  # else its loader is read to its end
+            if not self._left.noted:  # else its loader is read to its end
                 self._forwards_left -= 1 / self._most_calls
-            if self._forwards_left < 0:
+            if self._forwards_left < 0 and not self._reads_on():
                 self.stop()
         self._watch_time()
 
@@ -299,8 +310,17 @@ class Ending:
             self._train_no_more()
         return nullcontext()
 
+    def _reads_on(self) -> bool:
+        """Whether it trains on in a loop with an endless reader, which is told to end."""
+        reads_on = self.loops.end_reading()
+        if reads_on and self.whole_run is not None:
+            self.whole_run.trains()
+        return reads_on
+
     def _train_no_more(self) -> None:
         """Another epoch has begun, like those before: let the script go through the rest."""
+        if self._reads_on():
+            return
         if self.whole_run is not None or not self._opened_another:
             self.stop()
         if not self.later.begun:
@@ -355,7 +375,7 @@ class Ending:
             self._train_no_more()
             return
         self._steps_left -= 1
-        if self._steps_left < 0:
+        if self._steps_left < 0 and not self._reads_on():
             self.stop()
 
     def _watch_time(self) -> None:
@@ -365,9 +385,7 @@ class Ending:
 
     def stop(self) -> None:
         """Raise EnoughSeen here, and at every operator that the script may still try."""
-        if self._kept:
-            self.state.assumptions.add("growth", self._kept)
-            self._kept = ""
+        self._left.say()
         self.state.recorder.flush()
         self.state.recorder.finished = True
         raise EnoughSeen
@@ -378,37 +396,25 @@ class Ending:
 
     def _allow(self, loader: Any) -> None:
         """Raise StopIteration for a loader that has given enough."""
-        if not self._is_another(loader):
+        if self._is_another(loader):
+            self._opened_another = True
+            self._batches[loader] = self._batches.get(loader, 0) + 1
+            kept = self._left.before(loader)
+            if kept >= _MORE and self._batches[loader] > _BATCHES_AFTER:
+                self._left.note(kept, self._batches[loader] - 1)
+            if kept >= _MORE or self._batches[loader] <= _BATCHES_AFTER:
+                return
+        if not expects_no_end():
             raise StopIteration
-        self._opened_another = True
-        self._batches[loader] = self._batches.get(loader, 0) + 1
-        kept = self._left_behind(loader)
-        if self._batches[loader] <= _BATCHES_AFTER:
-            return
-        if kept < _MORE:
-            raise StopIteration
-        self._kept = (
-            f"each batch of a data loader leaves {kept:,} bytes behind (predictions kept in a "
-            f"list?), and only {self._batches[loader] - 1} were seen; more of them need more"
-        )
 
     def _is_another(self, loader: Any) -> bool:
         """Whether a loader was not being read when all ran dry."""
         if loader in self._reading and loader not in self._batches:
             self._reading.discard(loader)
             self._dry.add(loader)
-            if self.whole_run is not None:
+            if self.whole_run is not None and not expects_no_end():
                 self.whole_run.ran_dry(loader)
         return loader not in self._dry
-
-    def _left_behind(self, loader: Any) -> int:
-        """Bytes that the batch before this one keeps alive."""
-        self._kept = ""
-        recorder = self.state.recorder
-        recorder.flush()
-        before = self._alive.get(loader, recorder.live_bytes)
-        self._alive[loader] = recorder.live_bytes
-        return recorder.live_bytes - before
 
     def _forget(self, loader: Any) -> None:
         self._reading.discard(loader)

@@ -4,6 +4,9 @@ Nothing can end a loop over a `range` from outside, or one with `while`. So whil
 files of the job are compiled with `for x in turns(xs):` in place of `for x in xs:`, and with
 `while condition and turn.comes():` in place of `while condition:`, where the loop's body may train.
 
+A loop that reads a loader by what has no end (`while True: yield from loader`, `itertools.cycle`)
+trains on once the loader ran dry, and ends in this way, too.
+
 Loops inside installed packages are not compiled anew. A statement of the job that calls one, as in
 `agent.learn(10_000)`, is put into `with training():`, and is left by an exception once enough of it
 was seen: the job goes on after it. Where the call's result is used, as in `history = fit(…)` or
@@ -15,12 +18,11 @@ from __future__ import annotations
 import ast
 import itertools
 import sys
-import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib.machinery import SourceFileLoader
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -44,31 +46,39 @@ After one more the loop ends, too, which is such a turn of the loop around it.""
 _STEPS_OF_A_TRAINING = 2
 """A call in which so many steps end is a training; one with fewer is part of a loop's turn."""
 _PASSES_LEFT = 16
-"""Backward passes that may follow in the turn that is to be a loop's last."""
+"""Backward passes, beyond those of a step, that may follow in a turn that is to be the last."""
 
 _alive: list[weakref.ref[_Turns]] = []
+_now = itertools.count().__next__
+"""A clock, which tells whether a loop's turn began before a loader was opened."""
 
 
 class _Turns:
     """The items of a loop, until it is to end. Alive as long as the loop, which alone holds it."""
 
     def __init__(self, items: Iterable[Any] = ()) -> None:
+        self.began = _now()
+        """When this turn did."""
+        self.reads_on = False
+        """Whether a turn read from a loader that one before had opened."""
         self.next_item = iter(items).__next__
         self.ends = False
         self.like_before = 0
-        self.thread = threading.get_ident()
+        self.frame = id(sys._getframe(2))
+        """Of the job's function, which no other has as long as the loop lives."""
         _alive.append(weakref.ref(self, _alive.remove))
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if self.ends:
+        if not self.comes():
             raise StopIteration
         return self.next_item()
 
     def comes(self) -> bool:
         """Whether a `while` loop may go on."""
+        self.began = _now()
         return not self.ends
 
 
@@ -82,6 +92,7 @@ class _Training(_Turns):
     def __init__(self) -> None:
         super().__init__()
         caller = sys._getframe(2)
+        self.frame = id(caller)
         self.place = caller.f_code, caller.f_lineno
         self.first_step: int | None = None
         """The number of the first step in it."""
@@ -160,7 +171,13 @@ class PlainLoops:
         self._passes_left = 0
         self._leaves = False
         """Whether a step ended since."""
-        self._step = 0
+        self._step = self._passes = self._most_passes = 0
+        """The step that runs; its backward passes, and those of the step with most."""
+        self._around: list[weakref.ref[_Turns]] = []
+        """The loops around the last backward pass, or the step that ended last."""
+        self._opened: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """When each loader's iterator was created."""
+        self._read_on: list[weakref.ref[_Turns]] = []
         self._trainings: set[object] = set()
         """Places of calls that were left."""
         self.skipped = False
@@ -190,11 +207,47 @@ class PlainLoops:
         patches.set(SourceFileLoader, "source_to_code", source_to_code)
 
     def end(self) -> bool:
-        """End the innermost loop of this thread after its turn. Returns whether there is one."""
+        """End the innermost loop around this step after its turn. Returns whether there is one."""
+        self._look()
         return bool(self._end())
+
+    def ran_dry(self) -> None:
+        """To be called when loaders run dry: the loops whose turns read on from one should end."""
+        self._read_on = [ref for ref in _alive if (one := ref()) is not None and one.reads_on]
+
+    def end_reading(self) -> bool:
+        """End the innermost of these around the last backward pass: its training went on."""
+        return bool(self._end(lambda one: weakref.ref(one) in self._read_on))
+
+    def end_endless(self) -> bool:
+        """End the innermost loop around the last backward pass that goes on."""
+        return bool(self._end())
+
+    def opened(self, reading: Any) -> None:
+        """To be called with the new iterator of a loader."""
+        self._opened[reading] = _now()
+
+    def gave(self, reading: Any) -> None:
+        """To be called when the iterator of a loader gives a batch."""
+        opened = self._opened.get(reading, sys.maxsize)
+        for one in filter(None, (ref() for ref in _alive)):
+            one.reads_on |= one.began > opened
+
+    def _look(self) -> None:
+        """Note the loops around what this thread runs, and none of generators that wait."""
+        frame: FrameType | None = sys._getframe(1)
+        running = set()
+        while frame is not None:
+            running.add(id(frame))
+            frame = frame.f_back
+        mine = [ref for ref in _alive if ref not in self._earlier]
+        self._around = [ref for ref in mine if (one := ref()) is not None and one.frame in running]
 
     def backward(self, step: int) -> None:
         """To be called where a backward pass begins, in step `step`."""
+        self._look()
+        self._passes = self._passes + 1 if step == self._step else 1
+        self._most_passes = max(self._most_passes, self._passes)
         self._step = step
         for one in filter(None, (ref() for ref in _alive)):
             if isinstance(one, _Training) and one.first_step is None:
@@ -251,15 +304,15 @@ class PlainLoops:
             one.ends = self.skipped = True
         return bool(around)
 
-    def _end(self) -> list[_Turns]:
-        """End the innermost loop. Returns it, with those around it that go on."""
-        begun = [ref() for ref in reversed(_alive) if ref not in self._earlier]
+    def _end(self, which: Callable[[_Turns], bool] = lambda _: True) -> list[_Turns]:
+        """End the innermost loop of this kind. Returns it, with those around it that go on."""
+        begun = (ref() for ref in reversed(self._around))
         mine = [one for one in begun if one is not None and not one.ends]
-        mine = [one for one in mine if one.thread == threading.get_ident() and self._trains(one)]
+        mine = [one for one in mine if self._trains(one) and which(one)]
         if mine:
             mine[0].ends = True
             self._ended = weakref.ref(mine[0])
-            self._passes_left, self._leaves = _PASSES_LEFT, False
+            self._passes_left, self._leaves = _PASSES_LEFT + self._most_passes, False
         return mine
 
     def _trains(self, one: _Turns) -> bool:
