@@ -272,7 +272,7 @@ class StepReplaced(Loop):
     def optimize(self) -> Optimizers:
         [optimizer] = super().optimize()
         own: Any = optimizer.step
-        optimizer.step = lambda: own()  # type: ignore[method-assign]
+        optimizer.step = lambda: own()  # type: ignore[assignment,method-assign]
         return [optimizer]
 
 
