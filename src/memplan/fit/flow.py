@@ -10,24 +10,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import msgspec
 
 from memplan.capturing.options import ScriptTarget
 from memplan.fit.addresses import with_planned_addresses
-from memplan.fit.answer import Change, Fit, Numbers
+from memplan.fit.answer import Change, Fit
 from memplan.fit.choice import NO_LIMITS, Limits, answer_of
-from memplan.fit.frozen import hides, with_frozen_on_host
-from memplan.fit.host_state import (
-    cheaper_share,
-    is_quick,
-    least_seconds,
-    with_state_on_host,
-)
-from memplan.fit.loss import with_loss_in_chunks, with_smaller_chunks
-from memplan.fit.low_bit import with_low_bit_state
-from memplan.fit.micro_batches import with_larger_batches, with_micro_batches
+from memplan.fit.further_levers import FURTHER_LEVERS, FurtherLever
+from memplan.fit.host_state import cheaper_share, with_state_on_host
 from memplan.fit.nearest import nearest_changes
 from memplan.fit.offload import OffloadPlanner
 from memplan.fit.optimizer_in_backward import with_optimizer_in_backward
@@ -53,67 +44,6 @@ _GAIN = 0.05
 """Time, as a fraction of the step, for which a plan in hand is tried in another way."""
 _ROW = 4
 """Budgets that a frontier is captured for, beside the least peak, for each set of levers."""
-
-
-class _Lever(NamedTuple):
-    """One that is tried on the best plan so far, and recomputation again on top of it."""
-
-    kind: str
-    words: str
-    numbers: Numbers
-    apply: Callable[[State], State]
-    """The job as it is, maybe with a note, where it cannot have it."""
-    beyond: float
-    """Time that the best plan so far adds, as a fraction of the step, up to which it is left."""
-    least: Callable[[State], float] = lambda state: 0.0
-    """Seconds that it adds to a step whatever comes on top, as far as that is known before a
-    capture: with as many it cannot beat a plan that adds fewer."""
-    first: Callable[[State], bool] = lambda state: False
-    """Whether it should add next to nothing, and is tried before recomputation."""
-    instead_of: str = ""
-    """A part of plans that it takes the place of."""
-    otherwise: Callable[[State, State, bool], State | None] = lambda base, changed, fits: None
-    """From the job without it, with it, and whether that came to fit: the job with more or less of
-    it, to be tried, too."""
-
-
-_LEVERS = (
-    _Lever("frozen", "frozen weights on the host", "exact", with_frozen_on_host, 0.05, first=hides),
-    _Lever(
-        "state",
-        "optimizer state on the host",
-        "exact",
-        with_state_on_host,
-        0.05,
-        least_seconds,
-        first=is_quick,
-    ),
-    _Lever(
-        "loss",
-        "the loss in chunks",
-        "rounding",
-        with_loss_in_chunks,
-        0.01,
-        otherwise=with_smaller_chunks,
-    ),
-    # It seldom adds less: an update's weights are read more often.
-    _Lever(
-        "batches",
-        "smaller batches",
-        "rounding",
-        with_micro_batches,
-        0.1,
-        otherwise=with_larger_batches,
-    ),
-    _Lever(
-        "low_bit",
-        "optimizer state in 8 bits",
-        "numbers",
-        with_low_bit_state,
-        0.01,
-        instead_of="state",
-    ),
-)
 
 
 _PIPELINED = (
@@ -215,7 +145,7 @@ class _Finder:
     def __init__(self, first: State, solver: Solver, limits: Limits) -> None:
         self._first, self._solver, self._limits = first, solver, limits
         self._search = first.job.search
-        self._levers = [one for one in _LEVERS if limits.allows(one.numbers)]
+        self._levers = [one for one in FURTHER_LEVERS if limits.allows(one.numbers)]
         self.plain_seconds = _step_seconds(first)
         """Seconds of the plain step; None where it has no backward pass."""
         self.notes: list[str] = []
@@ -293,7 +223,7 @@ class _Finder:
             self.notes.append(f"With recomputation, {_failure(error)}")
             return _Route(self._first, self._first)
 
-    def _try(self, lever: _Lever) -> None:
+    def _try(self, lever: FurtherLever) -> None:
         self._search.say(f"trying {lever.words}", 1 + _USUAL_CAPTURES, once_begun=True)
         base, captures = self.best(lever.instead_of).base, self._search.captures
         changed = self._with(lever.apply, base)
@@ -308,7 +238,7 @@ class _Finder:
         ):
             self._add_route(lever, other.found())
 
-    def _add_route(self, lever: _Lever, base: State) -> bool:
+    def _add_route(self, lever: FurtherLever, base: State) -> bool:
         """Whether the job fits with it, and with recomputation on top."""
         try:
             self._routes.append(self._route(base))
@@ -319,7 +249,7 @@ class _Finder:
 
     def _balance(self) -> None:
         """Another share of the optimizer's state on the host, with more or less recomputation."""
-        [lever] = [one for one in _LEVERS if one.kind == "state"]
+        [lever] = [one for one in FURTHER_LEVERS if one.kind == "state"]
         best, plain = self.best(), self.best("state")
         known = best if best.planner is not None else plain
         added = best.end.added_seconds
@@ -409,7 +339,7 @@ class _Finder:
             except (NoAnswerError, CaptureFailedError) as error:
                 self.notes.append(f"The frontier has fewer points: {error}.")
 
-    def _may_beat(self, lever: _Lever, end: State) -> bool:
+    def _may_beat(self, lever: FurtherLever, end: State) -> bool:
         """Whether a lever on the best plan's base may be cheaper than that plan."""
         if not end.fits:
             return True
@@ -448,7 +378,7 @@ def _why_kept(trace: Trace, droppable: bool) -> str:
 
 def _not_allowed(limits: Limits) -> list[str]:
     """What else there is, where nothing fits."""
-    levers = [one for one in _LEVERS if not limits.allows(one.numbers)]
+    levers = [one for one in FURTHER_LEVERS if not limits.allows(one.numbers)]
     named = ", ".join(f"{one.words} (--allow {one.numbers})" for one in levers)
     return [f"Levers that change numbers were not tried: {named}."] if levers else []
 
