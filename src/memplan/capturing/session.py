@@ -365,7 +365,7 @@ class CaptureSession:
             (value * 2.0 + value * 3.0).sum().backward()
 
         peers.has_computed()
-        self._additions.calibrate(state.device_type, backward)
+        self._additions.calibrate(backward)
         state.context.backward_seen = False
         state.recorder.restart()
         state.host.restart()

@@ -25,8 +25,6 @@ from memplan.capturing.state import CaptureState, Handler, Observer
 aten = torch.ops.aten
 
 _ENGINE = "_engine_run_backward"
-_calibrated: dict[str, tuple[int, int, int]] = {}
-"""What `calibrate` learned in this process, by the kind of device."""
 
 
 class InPlaceAdditions:
@@ -45,20 +43,17 @@ class InPlaceAdditions:
     def observers(self) -> dict[Any, Observer]:
         return {aten._unsafe_view.default: self._note_product}
 
-    def calibrate(self, device_type: str, backward: Callable[[], None]) -> None:
+    def calibrate(self, backward: Callable[[], None]) -> None:
         """Learn the reference counts of a gradient that only the engine's buffer holds.
 
         `backward` runs a backward pass with a fan-in of fresh gradients. The counts depend on how
-        PyTorch hands arguments to Python, so they are measured and not written down: by a process's
-        first capture.
+        PyTorch hands arguments to Python, so they are measured and not written down.
         """
-        if device_type not in _calibrated:
-            self._seen = []
-            backward()
-            if self._seen:
-                _calibrated[device_type] = self._seen[0]
-            self._seen = None
-        self._unshared = _calibrated.get(device_type)
+        self._seen = []
+        backward()
+        if self._seen:
+            self._unshared = self._seen[0]
+        self._seen = None
 
     def gradient_buffer(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None
