@@ -256,8 +256,9 @@ def test_a_signal_gets_what_is_known(
             process.send_signal(number)
         out, _ = process.communicate(timeout=300)
         ended = process.returncode  # a signal that comes while Python ends is what it dies of
-        assert (128 - ended if ended < 0 else ended) == code
-    if code == 3:
+        ended = 128 - ended if ended < 0 else ended
+        assert ended == code or (times == 2 and ended == 3)  # the answer may be there before it
+    if ended == 3:
         answer = json.loads(out)
         assert answer["complete"] is False and answer["fits"] is False and answer["before"]
     assert not list((tmp_path / "scratch").iterdir()) and not (tmp_path / "a.plan").exists()

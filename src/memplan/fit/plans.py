@@ -25,10 +25,8 @@ from memplan.types.solution import Solution
 from memplan.types.step_graph import StepGraph
 
 _MOST_ATTEMPTS = 6
-_FIRST_SECONDS = 3.0
-_SOLVE_SECONDS = 4.0
-"""The longest search for a plan. Two plans need not be the best: the first one, from which
-lifetimes are learned, and the one with the lowest peak, from which searches begin."""
+_SOLVE_SECONDS = 3.0
+"""The longest search for a plan."""
 _LOOK_SECONDS = 1.0
 """For a plan whose time is compared only, and which is not captured."""
 _NEAR = 0.9
@@ -185,15 +183,14 @@ class Planner:
                 return selections, budget
         if self._least is None:
             least = self._solver.least_peak
-            each = [self._solved(partial(least, g), _FIRST_SECONDS) for g in self.graphs]
+            each = [self._solved(partial(least, g), _SOLVE_SECONDS) for g in self.graphs]
             self._least = [selection or Selection() for selection in each]
             self._least_peak = self._evaluated(self._least).peak_bytes
             if len(self.graphs) > 1:  # the others need not go as far as the one that has most
                 self._least = self._within(self._least_peak) or self._least
         return self._least, 0
 
-    def _within(self, budget: int, seconds: float = 0.0) -> list[Selection] | None:
-        seconds = seconds or (_SOLVE_SECONDS if self.planned else _FIRST_SECONDS)
+    def _within(self, budget: int, seconds: float = _SOLVE_SECONDS) -> list[Selection] | None:
         selections = []
         for graph in self.graphs:
             selection = self._solved(partial(self._solver.solve, graph, budget), seconds)
