@@ -26,6 +26,8 @@ class Lever(msgspec.Struct, frozen=True, kw_only=True):
         "loss",
         "batches",
         "state",
+        "bucket_views",
+        "step",
         "low_bit",
         "frozen",
         "offload",

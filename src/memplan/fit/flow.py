@@ -26,6 +26,7 @@ from memplan.fit.plans import Planner, Solver
 from memplan.fit.regions import RegionSearch
 from memplan.fit.search import Progress, Search
 from memplan.fit.state import Job, MoreNodes, State, first_state
+from memplan.fit.updates import with_smaller_updates
 from memplan.phases import step_graph
 from memplan.phases.passes import differentiated_bytes, passes_overlap, reads_twice
 from memplan.report.text import format_bytes
@@ -157,6 +158,7 @@ class _Finder:
         self._search.tried += ["allocator"] * (not self._first.captured.estimate.alloc_conf)
         self._search.tried.append("order")
         base = self._with(with_optimizer_in_backward, self._first)
+        base = self._with(with_smaller_updates, base)
         hopeless = _is_hopeless(base)
         early = [one for one in self._levers if not self._limits.frontier and one.first(base)]
         if hopeless or early:
@@ -216,7 +218,9 @@ class _Finder:
                 return self._route(base)
             except CaptureFailedError as error:
                 self._routes.append(_Route(base, base))
-                self.notes.append(f"With updates in backward and recomputation, {_failure(error)}")
+                self.notes.append(
+                    f"With the optimizer's updates changed and recomputation, {_failure(error)}"
+                )
         try:
             return self._route(self._first)
         except CaptureFailedError as error:

@@ -17,13 +17,11 @@ from memplan.fit.judge import WORTH, Verdict, judge, least_card, lowers
 from memplan.fit.search import Found, Search
 from memplan.phases import find_steps, request_signature, step_graphs
 from memplan.types.device import DeviceProfile
-from memplan.types.plan import Fingerprint, Plan
+from memplan.types.plan import Fingerprint, Part, Plan
 from memplan.types.trace import Trace
 from memplan.worker.captures import Captured, CaptureProgram, NotYetError
 from memplan.worker.failure import CaptureFailedError
 
-_PROMISING = ("recompute", "order", "regions", "loss", "state", "low_bit", "offload", "frozen")
-"""Parts of a plan that carry the promised peak."""
 _CAUTION = 1.1
 """More goes to the host than is missing: gaps between blocks do not go with it."""
 _MOSTLY = 0.8
@@ -189,14 +187,14 @@ class State:
     def promised(self) -> Plan:
         """The plan with this capture's peak, and the allocator's settings that it counts on."""
         peak = self.verdict.estimate.allocated_peak_bytes
-        parts = {name: getattr(self.plan, name) for name in _PROMISING}
+        parts = ((name, getattr(self.plan, name)) for name in Plan.__struct_fields__)
         return msgspec.structs.replace(
             self.plan,
             alloc_conf=self.verdict.alloc_conf,
             **{
                 name: msgspec.structs.replace(part, peak_bytes=peak)
-                for name, part in parts.items()
-                if part is not None
+                for name, part in parts
+                if isinstance(part, Part)
             },
         )
 

@@ -138,6 +138,22 @@ class _Step:
         return f"{name} ({source})" if source else name
 
 
+def peak_of_update(trace: Trace) -> tuple[int, int]:
+    """The most requested bytes that are alive while an optimizer steps, in the steady step, else
+    the last complete one, and as many without the temporaries of that step. Zeros without one."""
+    table = find_steps(trace)
+    if not len(table) or table.inferred:
+        return 0, 0
+    start, stop = table[table.steady if table.steady is not None else len(table) - 1]
+    events = trace.events
+    change = np.where(events.kind == EventKind.ALLOC, events.bytes, 0)
+    change -= np.where(events.kind == EventKind.FREE, events.bytes, 0)
+    stepping = events.phase[start:stop] == Phase.OPTIMIZER
+    whole = np.cumsum(change)[start:stop][stepping].max(initial=0)
+    change[start:stop][_temporaries(trace, start, stop)] = 0
+    return int(whole), int(np.cumsum(change)[start:stop][stepping].max(initial=0))
+
+
 def with_updates_in_backward(trace: Trace) -> Trace:
     """The trace of the same job with updates in backward, without their own temporaries.
 

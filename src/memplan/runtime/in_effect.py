@@ -12,7 +12,7 @@ import torch
 from memplan.types.plan import CompiledRegion, Plan
 from memplan.types.run_outcome import EarlyUpdates
 
-_ON_ANY_DEVICE = ("recompute", "order", "regions", "loss", "low_bit")
+_ON_ANY_DEVICE = ("recompute", "order", "regions", "loss", "bucket_views", "step", "low_bit")
 _OFF_THE_CARD = ("offload", "state", "frozen")
 """Parts that move a GPU's memory to the host."""
 
@@ -78,6 +78,10 @@ def plan_in_effect(
                 from memplan.runtime.frozen import FrozenWeights
 
                 stack.enter_context(FrozenWeights(plan.frozen, partial(on_note, "frozen")))
+        if plan.bucket_views is not None:
+            from memplan.runtime.bucket_views import BucketViews
+
+            stack.enter_context(BucketViews(partial(on_note, "bucket_views")))
         if plan.order is not None:  # told of a step before those who update parameters there
             from memplan.runtime.optimizer_in_backward import OptimizerInBackward
 
@@ -100,6 +104,10 @@ def plan_in_effect(
                 from memplan.runtime.host_state import HostState
 
                 stack.enter_context(HostState(plan.state, partial(on_note, "state")))
+        if plan.step is not None:  # after those who update some parameters in another way
+            from memplan.runtime.step_in_buckets import StepInBuckets
+
+            stack.enter_context(StepInBuckets(partial(on_note, "step")))
         yield found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any, Self
 
 from torch import Tensor
@@ -22,7 +23,7 @@ class InsteadOfStep(ABC):
     program nobody needs it, and the card may have no room."""
 
     def __init__(self) -> None:
-        self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._hidden: list[tuple[Tensor, Tensor | None]] = []
         self._handles: list[Any] = []
 
     def __enter__(self) -> Self:
@@ -59,16 +60,19 @@ class InsteadOfStep(ABC):
     def _update(self, optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> bool:
         """Update the parameter, which has a gradient; False where its optimizer is to do it."""
 
+    def _updated(self, optimizer: Optimizer, group: dict[str, Any]) -> Iterator[Tensor]:
+        """Those parameters of the group that have been updated, each as soon as it has been."""
+        with_gradient = [one for one in group["params"] if one.grad is not None]
+        return (one for one in with_gradient if self._update(optimizer, group, one))
+
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         self._hidden.clear()  # of a step that raised: what it updated is not updated again
         others = self._begins(optimizer, args, kwargs)
         try:
             for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    gradient = parameter.grad
-                    if gradient is not None and self._update(optimizer, group, parameter):
-                        self._hidden.append((parameter, gradient))
-                        parameter.grad = None
+                for parameter in self._updated(optimizer, group):
+                    self._hidden.append((parameter, parameter.grad))
+                    parameter.grad = None
         except BaseException:
             self._show_gradients()
             raise

@@ -75,6 +75,13 @@ class OptimizerInBackwardError(MemplanError):
     exit_code = 1
 
 
+class BucketViewsError(MemplanError):
+    """The job used gradients of DistributedDataParallel as they cannot be used where they are views
+    of its buckets."""
+
+    exit_code = 1
+
+
 def first_line(error: BaseException) -> str:
     """The first line of what an error says; of one that says nothing, such as a bare `assert`, the
     line of code that raised it and its place."""

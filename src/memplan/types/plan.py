@@ -139,6 +139,15 @@ class StatePart(Lever, frozen=True, kw_only=True):
     """Promised, of state on the host."""
 
 
+class BucketViewsPart(Part, frozen=True, kw_only=True):
+    """Gradients of DistributedDataParallel are views of its buckets, and not copies."""
+
+
+class StepPart(Part, frozen=True, kw_only=True):
+    """An optimizer's step updates a bucket of parameters at a time, so that temporaries of all of
+    them are not alive together."""
+
+
 class LowBitPart(Lever, frozen=True, kw_only=True):
     """Moments of Adam and AdamW in 8 bits, by torchao: another method, other numbers."""
 
@@ -261,6 +270,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     regions: RegionsPart | None = None
     loss: LossPart | None = None
     state: StatePart | None = None
+    bucket_views: BucketViewsPart | None = None
+    step: StepPart | None = None
     low_bit: LowBitPart | None = None
     """Never together with `state`."""
     offload: OffloadPart | None = None

@@ -8,7 +8,7 @@ ones.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.capturing.operators.fake import record_launch
 from memplan.runtime import streams
+from memplan.runtime.update_by_pieces import Use, pieces
 from memplan.types.op_names import STATE_TO_CARD, STATE_TO_HOST
 
 PIECES = 3
@@ -30,6 +31,8 @@ class Ring:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.elements = ELEMENTS
+        """Of a piece, at most."""
         self._in, self._out = streams.new(device), streams.new(device)
         self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
         self._going: deque[tuple[range, Any]] = deque()
@@ -37,13 +40,11 @@ class Ring:
         host, in the order of these."""
         self._next = 0
 
-    def pass_through(
-        self, tensors: Sequence[Tensor], use: Callable[[int, int, list[Tensor]], None]
-    ) -> None:
+    def pass_through(self, tensors: Sequence[Tensor], use: Use) -> None:
         """`use(start, stop, pieces)` for one piece of the flat host tensors after the other, with
         the pieces on the device, in order on the current stream. What it leaves in them is copied
         back. `synchronize()` before the host reads it."""
-        ranges = list(pieces(tensors[0].numel()))
+        ranges = list(pieces(tensors[0].numel(), self.elements))
         coming = self._fetch(tensors, *ranges[0])
         for number, (start, stop) in enumerate(ranges):
             place, buffers, arrived = coming
@@ -72,7 +73,7 @@ class Ring:
 
     def _place(self, elements: int) -> range:
         """Where the next piece lies: behind the one before, or at the beginning."""
-        begin = self._next if self._next + elements <= PIECES * ELEMENTS else 0
+        begin = self._next if self._next + elements <= PIECES * self.elements else 0
         self._next = begin + elements
         return range(begin, self._next)
 
@@ -98,7 +99,7 @@ class Ring:
     def _buffer(self, number: int, like: Tensor) -> Tensor:
         key = number, like.dtype
         if key not in self._buffers:
-            made = torch.empty(PIECES * ELEMENTS, dtype=like.dtype, device=self._device)
+            made = torch.empty(PIECES * self.elements, dtype=like.dtype, device=self._device)
             # Its memory may still be in use by what had it before.
             streams.wait(self._in, streams.record(streams.current(self._device)))
             self._buffers[key] = made
@@ -115,9 +116,3 @@ def _copy(target: Tensor, source: Tensor, name: str) -> None:
         record_launch(state, name, [card], [card] if card is target else [])
     else:
         target.copy_(source, non_blocking=True)
-
-
-def pieces(elements: int) -> Iterator[tuple[int, int]]:
-    """Ranges of at most ELEMENTS that cover `[0, elements)`."""
-    for start in range(0, elements, ELEMENTS):
-        yield start, min(start + ELEMENTS, elements)

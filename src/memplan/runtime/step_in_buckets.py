@@ -1,0 +1,96 @@
+"""Puts a plan's part `step` into effect: optimizers update a bucket of parameters at a time.
+
+The foreach operators of PyTorch's optimizers make temporaries of the size of all parameters: one
+tensor for each where Adam takes a square root. A bucket's are gone before the next one's are made.
+The optimizer's own code runs, on fewer parameters at a time, and on large ones by pieces.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from memplan.runtime.host_state.shards import part_of
+from memplan.runtime.instead_of_step import InsteadOfStep, closures_of
+from memplan.runtime.one_update import update
+from memplan.runtime.optimizer_in_backward.one_parameter import why_not
+from memplan.runtime.update_by_pieces import Use, is_regular, pieces, update_by_pieces
+
+ELEMENTS = 2**24
+"""Elements of a bucket: by the card's bandwidth their update takes longer than its kernels take to
+launch."""
+
+
+class StepInBuckets(InsteadOfStep):
+    """A context manager for every optimizer that steps while it is entered."""
+
+    def __init__(self, on_note: Callable[[str], None] = lambda text: None) -> None:
+        """`on_note` is told, in a sentence, why an optimizer updates all parameters at once."""
+        super().__init__()
+        self._on_note = on_note
+        self._whole: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Optimizers that are left alone for good."""
+
+    def _make_plain(self, optimizer: Optimizer) -> None:
+        """Its state is as its own step makes it."""
+
+    def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer in self._whole or torch.compiler.is_compiling():
+            return
+        reason = "its step takes a closure" if closures_of(args, kwargs) else ""
+        if reason := reason or why_not(optimizer, part_of) or _irregular(optimizer):
+            self._whole.add(optimizer)
+            self._on_note(f"an optimizer updates all its parameters at once: {reason}")
+
+    def _updated(self, optimizer: Optimizer, group: dict[str, Any]) -> Iterator[Tensor]:
+        if optimizer in self._whole or torch.compiler.is_compiling() or group.get("fused"):
+            return
+        for bucket in _buckets([one for one in group["params"] if one.grad is not None]):
+            if part_of(bucket[0]).numel() > ELEMENTS:
+                new = partial(_new, bucket[0].device)
+                update_by_pieces(optimizer, group, bucket[0], _pass_through, ELEMENTS, new)
+            else:
+                with torch.no_grad():
+                    update(optimizer, group, *bucket)
+            yield from bucket
+
+    def _update(self, optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> bool:
+        return False  # what is updated by itself needs no bucket
+
+
+def _irregular(optimizer: Optimizer) -> str:
+    """Foreach operators take another way, perhaps with other bits, for the whole list in which one
+    tensor is laid out differently."""
+    parameters = (one for group in optimizer.param_groups for one in group["params"])
+    regular = all(one.grad is None or is_regular(optimizer, one) for one in parameters)
+    return "" if regular else "a gradient or state is laid out in another way than its parameter"
+
+
+def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    """One after the other, as many as have at most ELEMENTS; larger ones alone."""
+    bucket: list[Tensor] = []
+    elements = 0
+    for parameter in parameters:
+        size = part_of(parameter).numel()
+        if bucket and elements + size > ELEMENTS:
+            yield bucket
+            bucket, elements = [], 0
+        bucket.append(parameter)
+        elements += size
+    if bucket:
+        yield bucket
+
+
+def _pass_through(tensors: Sequence[Tensor], use: Use) -> None:
+    for start, stop in pieces(tensors[0].numel(), ELEMENTS):
+        use(start, stop, [one[start:stop] for one in tensors])
+
+
+def _new(device: torch.device, like: Tensor) -> Tensor:
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
