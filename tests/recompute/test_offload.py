@@ -55,6 +55,23 @@ def test_a_step_that_saves_next_to_nothing(saved: int) -> None:
         assert evaluate_offload(graph, found.solution, 1).peak_bytes < plain
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_what_only_the_host_can_take_is_never_recomputed(seed: int) -> None:
+    """As what a checkpoint of the script's own keeps between two of its blocks."""
+    graph, rate = small(seed)
+    between = np.flatnonzero(graph.values.droppable)[::2]
+    droppable = graph.values.droppable.copy()
+    droppable[between] = False
+    values = replace(graph.values, droppable=droppable)
+    graph = replace(graph, values=values, between=frozenset(between.tolist()))
+    plain = evaluate(graph, Selection()).peak_bytes
+    for budget in (1, plain // 2, plain - 1):
+        found = solve(graph, budget, Link(rate), deadline_seconds=PLENTY)
+        if isinstance(found, Solved):
+            dropped = frozenset().union(*found.solution.selection.groups)
+            assert dropped.isdisjoint(between.tolist())
+
+
 def test_both_are_better_than_either() -> None:
     graph = replace(llama(3), rest_peak_bytes=0)
     plain = evaluate(graph, Selection()).peak_bytes

@@ -321,7 +321,7 @@ class OffloadSearch:
                 offloaded = offloaded - {value}
                 for group in groups:
                     group.discard(value)
-                choice = rng.randrange(4)
+                choice = rng.randrange(4 if self.graph.values.droppable[value] else 2)
                 if choice == 1:
                     offloaded = offloaded | {value}
                 elif choice == 2:
