@@ -359,7 +359,7 @@ def test_early_updates_that_fail_are_left_out(program: ScriptTarget) -> None:
         kinds = {lever.kind for lever in answer.levers}
         assert not {"order", "recompute"} <= kinds
         assert together or "order" not in kinds
-        with_both = "With updates in backward and recomputation, the script fails: it fails."
+        with_both = "With the optimizer's updates changed and recomputation, the script fails:"
         said = with_both if together else "the script fails with"
         assert any(said in note for note in answer.notes)
 

@@ -10,6 +10,7 @@ from memplan.fit.judge import moving_share
 from memplan.fit.knobs import Knob, find_accumulation, find_knobs
 from memplan.fit.options import NumericOption
 from memplan.fit.state import State, step_range
+from memplan.fit.updates import with_smaller_updates
 from memplan.types.plan import Argument, ArgumentsPart
 from memplan.types.trace import EventKind, Role, Trace
 from memplan.worker.failure import CaptureFailedError
@@ -101,7 +102,8 @@ def _tried(state: State, batch: Knob, accumulation: NumericOption, parts: int) -
         saved_bytes=max(saved, 0),
         added_seconds=max(_seconds(after) - _seconds(state), 0.0),
     )
-    return after.with_levers(*kept, lever)
+    after = after.with_levers(*kept, lever)
+    return after if state.plan.order is None else with_smaller_updates(after)
 
 
 def _seconds(state: State) -> float:

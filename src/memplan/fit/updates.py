@@ -1,5 +1,5 @@
-"""Levers that lower what is alive while an optimizer steps, and cost no time: gradients that are views
-of the buckets of DistributedDataParallel, and updates of a bucket of weights at a time.
+"""Levers that lower what is alive while an optimizer steps, and cost no time: gradients that are
+views of the buckets of DistributedDataParallel, and updates of a bucket of weights at a time.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from typing import Literal
 from memplan.fit.answer import Lever
 from memplan.fit.judge import WORTH
 from memplan.fit.state import State
-from memplan.phases.optimizer_in_backward import peak_of_update
+from memplan.phases.optimizer_in_backward import has_buckets, peak_of_update
 from memplan.types.plan import BucketViewsPart, Part, StepPart
-from memplan.types.trace import Trace
 from memplan.worker.failure import CaptureFailedError
 
 _FULL = 0.9
@@ -21,7 +20,7 @@ _FULL = 0.9
 def with_smaller_updates(state: State) -> State:
     """The job with those of them that it can have, where its update would leave little room on the
     card, whatever is recomputed; else the job as it is, maybe with a sentence."""
-    if _is_full(state) and _has_buckets(state.captured.trace):
+    if _is_full(state) and has_buckets(state.captured.trace):
         name = "gradients are views of DDP's buckets"
         state = _tried(state, "bucket_views", BucketViewsPart(), name)
     whole, least = peak_of_update(state.captured.trace)
@@ -34,11 +33,6 @@ def _is_full(state: State) -> bool:
     profile = state.job.profile
     room = profile.total_memory_bytes - profile.context_high_bytes
     return peak_of_update(state.captured.trace)[0] > _FULL * room
-
-
-def _has_buckets(trace: Trace) -> bool:
-    """Whether a module of the job is one of DistributedDataParallel."""
-    return any(name.startswith("DistributedDataParallel") for name in trace.strings)
 
 
 def _tried(state: State, kind: Literal["bucket_views", "step"], part: Part, name: str) -> State:

@@ -38,10 +38,15 @@ def updates_in_backward(trace: Trace) -> UpdatesInBackward:
     table = find_steps(trace)
     if not len(table) or table.inferred or not len(trace.ops):
         return UpdatesInBackward("the trace has no optimizer steps with operators")
-    if trace.meta.communicators:
-        return UpdatesInBackward("the job runs as one of several ranks")
+    if has_buckets(trace):
+        return UpdatesInBackward("DistributedDataParallel sums gradients over ranks in buckets")
     step = table.steady if table.steady is not None else len(table) - 1
     return _Step(trace, step, *table[step]).judged()
+
+
+def has_buckets(trace: Trace) -> bool:
+    """Whether a module of the job is one of DistributedDataParallel."""
+    return any(name.startswith("DistributedDataParallel") for name in trace.strings)
 
 
 class _Step:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from memplan.runtime.host_state.shards import of_parts, part_of, same_parts
 from memplan.runtime.instead_of_step import InsteadOfStep, closures_of
 from memplan.runtime.one_update import alone, plain_step
 from memplan.runtime.optimizer_in_backward.one_parameter import why_not_step
 from memplan.runtime.optimizer_in_backward.watched import set_aside
+from memplan.runtime.shards import of_parts, part_of, same_parts
 
 _SMALLEST, _BLOCK = 4096, 256
 """Elements of a parameter, and multiples, for which torchao keeps 8 bits; they share a scale."""

@@ -8,19 +8,18 @@ The optimizer's own code runs, on fewer parameters at a time, and on large ones 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from memplan.runtime.host_state.shards import part_of
 from memplan.runtime.instead_of_step import InsteadOfStep, closures_of
 from memplan.runtime.one_update import update
 from memplan.runtime.optimizer_in_backward.one_parameter import why_not
-from memplan.runtime.update_by_pieces import Use, is_regular, pieces, update_by_pieces
+from memplan.runtime.shards import part_of
+from memplan.runtime.update_by_pieces import in_place, is_regular, on_device, update_by_pieces
 
 ELEMENTS = 2**24
 """Elements of a bucket: by the card's bandwidth their update takes longer than its kernels take to
@@ -44,7 +43,7 @@ class StepInBuckets(InsteadOfStep):
         if optimizer in self._whole or torch.compiler.is_compiling():
             return
         reason = "its step takes a closure" if closures_of(args, kwargs) else ""
-        if reason := reason or why_not(optimizer, part_of) or _irregular(optimizer):
+        if reason := reason or why_not(optimizer) or _irregular(optimizer):
             self._whole.add(optimizer)
             self._on_note(f"an optimizer updates all its parameters at once: {reason}")
 
@@ -53,8 +52,8 @@ class StepInBuckets(InsteadOfStep):
             return
         for bucket in _buckets([one for one in group["params"] if one.grad is not None]):
             if part_of(bucket[0]).numel() > ELEMENTS:
-                new = partial(_new, bucket[0].device)
-                update_by_pieces(optimizer, group, bucket[0], _pass_through, ELEMENTS, new)
+                pass_through, new = in_place(ELEMENTS), on_device(bucket[0])
+                update_by_pieces(optimizer, group, bucket[0], pass_through, ELEMENTS, new)
             else:
                 with torch.no_grad():
                     update(optimizer, group, *bucket)
@@ -85,12 +84,3 @@ def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
         elements += size
     if bucket:
         yield bucket
-
-
-def _pass_through(tensors: Sequence[Tensor], use: Use) -> None:
-    for start, stop in pieces(tensors[0].numel(), ELEMENTS):
-        use(start, stop, [one[start:stop] for one in tensors])
-
-
-def _new(device: torch.device, like: Tensor) -> Tensor:
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)

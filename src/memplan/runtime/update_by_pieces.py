@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from memplan.runtime.host_state.shards import of_parts, part_of, same_parts
-from memplan.runtime.one_update import alone, plain_step
+from memplan.runtime.one_update import alone, instead, plain_step, update
+from memplan.runtime.shards import of_parts, part_of, same_parts
 
 Use = Callable[[int, int, list[Tensor]], None]
 """Is given `[start, stop)` of flat tensors, and those pieces of them where they can be updated."""
@@ -23,6 +23,36 @@ def pieces(elements: int, most: int) -> Iterator[tuple[int, int]]:
     """Ranges of at most `most` that cover `[0, elements)`."""
     for start in range(0, elements, most):
         yield start, min(start + most, elements)
+
+
+@torch.no_grad()
+def update_one(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
+    """What `optimizer.step()` does to the parameter. Of a distributed tensor the rank's part is
+    updated as a plain tensor: DTensor takes much longer to start an operator."""
+    part = part_of(parameter)
+    if part is parameter:
+        update(optimizer, group, parameter)
+    elif not any(other(optimizer, group, parameter) for other in instead):
+        update_by_pieces(
+            optimizer, group, parameter, in_place(part.numel()), part.numel(), on_device(parameter)
+        )
+
+
+def in_place(most: int) -> PassThrough:
+    """For state on the device: pieces of it are updated where they are."""
+
+    def pass_through(tensors: Sequence[Tensor], use: Use) -> None:
+        for start, stop in pieces(tensors[0].numel(), most):
+            use(start, stop, [one[start:stop] for one in tensors])
+
+    return pass_through
+
+
+def on_device(parameter: Tensor) -> Callable[[Tensor], Tensor]:
+    """Makes state where the parameter is."""
+    return lambda like: torch.empty_strided(
+        like.shape, like.stride(), dtype=like.dtype, device=parameter.device
+    )
 
 
 @torch.no_grad()

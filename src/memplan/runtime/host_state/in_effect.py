@@ -19,9 +19,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from memplan.runtime.host_buffers import PageLock
 from memplan.runtime.host_state.ring import Ring
-from memplan.runtime.host_state.shards import of_parts, part_of
 from memplan.runtime.instead_of_step import InsteadOfStep, closures_of
 from memplan.runtime.optimizer_in_backward.one_parameter import why_not
+from memplan.runtime.shards import of_parts, part_of
 from memplan.runtime.update_by_pieces import (
     is_regular,
     lies_like,
@@ -63,7 +63,7 @@ class HostState(InsteadOfStep):
         if optimizer in self._chosen and not self._chosen[optimizer]:
             return
         closure = "its step takes a closure" if closures_of(args, kwargs) else ""
-        if reason := closure or why_not(optimizer, part_of):
+        if reason := closure or why_not(optimizer):
             self._give_up(optimizer, reason)
 
     def _after(self, *_arguments: Any) -> None:
@@ -93,7 +93,7 @@ class HostState(InsteadOfStep):
         found = self._chosen.get(optimizer)
         if found is not None:
             return found
-        if reason := why_not(optimizer, part_of):
+        if reason := why_not(optimizer):
             return self._give_up(optimizer, reason)
         found = self._chosen[optimizer] = WeakTensorKeyDictionary()
         parameters = [one for group in optimizer.param_groups for one in group["params"]]

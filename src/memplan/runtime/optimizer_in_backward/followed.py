@@ -7,14 +7,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from memplan.runtime.one_update import update
 from memplan.runtime.optimizer_in_backward.applied_gradient import AppliedGradient
 from memplan.runtime.optimizer_in_backward.one_parameter import settings, why_not_step
 from memplan.runtime.optimizer_in_backward.watched import storage_of
+from memplan.runtime.update_by_pieces import is_regular, update_one
 
 
 class Parameter:
@@ -77,8 +76,7 @@ class Parameter:
         """The optimizer's update, now; the gradient is released."""
         optimizer, tensor = self.optimizer(), self.tensor
         assert optimizer is not None, "it is about to step"
-        with torch.no_grad():
-            update(optimizer, optimizer.param_groups[self._group], tensor)
+        update_one(optimizer, optimizer.param_groups[self._group], tensor)
         if self.applied is None or not _alike(self.applied, tensor):
             self.applied = AppliedGradient(tensor)
         tensor.grad = self.applied
@@ -101,13 +99,9 @@ class Parameter:
 
     def may_be_updated(self) -> bool:
         """Whether its gradient is such that an update alone does what one with the others does."""
-        tensor, gradient = self.tensor, self.tensor.grad
-        return (
-            gradient is not None
-            and gradient.layout is torch.strided
-            and gradient.dtype == tensor.dtype
-            and gradient.stride() == tensor.stride()
-        )
+        optimizer, tensor = self.optimizer(), self.tensor
+        assert optimizer is not None
+        return tensor.grad is not None and is_regular(optimizer, tensor)
 
 
 class Followed:

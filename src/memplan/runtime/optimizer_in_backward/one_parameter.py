@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from memplan.capturing.patches.job_observer import others_precede_steps
 from memplan.runtime.optimizer_in_backward.watched import storage_of
+from memplan.runtime.shards import part_of
 
 PER_PARAMETER: frozenset[type[Optimizer]] = frozenset(
     {
@@ -35,11 +36,9 @@ in an order that depends on the list), not those of other packages (which may co
 group)."""
 
 
-def why_not(
-    optimizer: Optimizer, part: Callable[[Tensor], Tensor] = lambda parameter: parameter
-) -> str:
-    """Why its parameters cannot be updated one by one; empty where they can. `part`: what is
-    updated of a parameter."""
+def why_not(optimizer: Optimizer) -> str:
+    """Why its parameters cannot be updated one by one, or the rank's parts of them; empty where
+    they can."""
     kind = type(optimizer)
     name = kind.__name__
     if kind not in PER_PARAMETER:
@@ -47,7 +46,7 @@ def why_not(
     if reason := why_not_step(optimizer):
         return reason
     seen: set[int] = set()
-    reasons = (_why_not_group(group, seen, part) for group in optimizer.param_groups)
+    reasons = (_why_not_group(group, seen) for group in optimizer.param_groups)
     return next(filter(None, reasons), "")
 
 
@@ -78,8 +77,9 @@ def share_memory(tensors: Iterable[Tensor]) -> bool:
     """Whether an update of one changes another. Each fills one range of memory."""
     ranges: dict[int, list[tuple[int, int]]] = {}
     for tensor in tensors:
-        first = int(tensor.storage_offset())
-        ranges.setdefault(storage_of(tensor), []).append((first, first + tensor.numel()))
+        part = part_of(tensor)
+        first = int(part.storage_offset())
+        ranges.setdefault(storage_of(part), []).append((first, first + part.numel()))
     return any(
         before[1] > after[0]
         for in_one in ranges.values()
@@ -87,17 +87,17 @@ def share_memory(tensors: Iterable[Tensor]) -> bool:
     )
 
 
-def _why_not_group(group: dict[str, Any], seen: set[int], part: Callable[[Tensor], Tensor]) -> str:
+def _why_not_group(group: dict[str, Any], seen: set[int]) -> str:
     if group.get("differentiable"):
         return "the optimizer is differentiable"
     devices = set()
     for parameter in group["params"]:
-        if type(part(parameter)) not in (Tensor, torch.nn.Parameter):
+        if type(part_of(parameter)) not in (Tensor, torch.nn.Parameter):
             return f"a parameter is a {type(parameter).__name__}"
         if id(parameter) in seen:
             return "a parameter is in two groups"
         seen.add(id(parameter))
-        if not _dense(part(parameter)):
+        if not _dense(part_of(parameter)):
             return "a parameter has gaps in its memory"
         devices.add(parameter.device.type)
     return "" if len(devices) < 2 else "a group has parameters on devices of two kinds"

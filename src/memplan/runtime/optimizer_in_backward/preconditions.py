@@ -9,18 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from memplan.capturing.patches.deferred_dynamo import has_compiled
+from memplan.runtime.optimizer_in_backward.one_parameter import (
+    share_memory,
+    why_not,
+    why_not_replaced,
+)
+from memplan.runtime.shards import part_of
 from memplan.types.installed import is_installed
 
 _MOST_BYTES = 4 << 20
 _OURS = str(Path(__file__).parents[2])
 
 
-def why_not_now(modes: list[Any]) -> str:
-    """What is around the backward pass."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+def why_not_now(modes: list[Any], *, watched: bool) -> str:
+    """What is around the backward pass. `watched`: whether it is that of a first step that is
+    looked at, which is not done to collectives."""
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if several and watched:
         return "the job runs as one of several ranks"
     if has_compiled():
         return "torch.compile returns gradients all at once"
@@ -40,6 +49,19 @@ def why_not_this(
     if keep_graph or create_graph:
         return "the backward pass keeps its graph"
     return "the backward pass is for chosen inputs" if inputs else ""
+
+
+def why_not_placed(optimizers: list[Optimizer]) -> str:
+    """Why the parameters, where they are now, may not be updated one by one."""
+    reasons = (why_not_replaced(one) or why_not(one) for one in optimizers)
+    if reason := next(filter(None, reasons), ""):
+        return reason
+    found = [t for o in optimizers for g in o.param_groups for t in g["params"]]
+    if len({id(tensor) for tensor in found}) < len(found):
+        return "a parameter has two optimizers"
+    if torch.cuda.is_available() and any(one.is_cpu and part_of(one) is not one for one in found):
+        return "FSDP2 keeps weights on the host, where their gradients may not have arrived"
+    return "parameters share memory" if share_memory(found) else ""
 
 
 def in_autocast() -> bool:

@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -30,15 +31,11 @@ from memplan.capturing.patches.attributes import Patches
 from memplan.capturing.patches.job_observer import JobObserver, Step
 from memplan.runtime.optimizer_in_backward.applied_gradient import too_late
 from memplan.runtime.optimizer_in_backward.followed import Followed, Parameter
-from memplan.runtime.optimizer_in_backward.one_parameter import (
-    share_memory,
-    why_not,
-    why_not_replaced,
-)
 from memplan.runtime.optimizer_in_backward.preconditions import (
     in_autocast,
     reads_gradients,
     why_not_now,
+    why_not_placed,
     why_not_this,
 )
 from memplan.runtime.optimizer_in_backward.saved_weights import touches, used_late
@@ -94,6 +91,8 @@ class OptimizerInBackward:
         self._pending: list[Parameter] = []
         """Updated, and their optimizer's step has not come yet."""
         self._guard: Guard | None = None
+        self._sums_late = ""
+        """What changes gradients after they are complete."""
         self._observer = JobObserver(alters_steps=True)
         self._patches = Patches()
 
@@ -110,6 +109,14 @@ class OptimizerInBackward:
             self._group_added(optimizer)
 
         self._patches.set(Optimizer, "add_param_group", add_param_group)
+        init: Any = DistributedDataParallel.__init__
+
+        @functools.wraps(init)
+        def ddp(module: Any, *args: Any, **kwargs: Any) -> None:
+            self._sums_late = "DistributedDataParallel sums gradients over ranks in buckets"
+            init(module, *args, **kwargs)
+
+        self._patches.set(DistributedDataParallel, "__init__", ddp)
         return self
 
     def __exit__(self, *_exc: object) -> None:
@@ -221,7 +228,11 @@ class OptimizerInBackward:
             return
         if any(one.tensor.grad is one.applied is not None for one in self._all()):
             raise too_late("a backward pass adds to a gradient")
-        if reason := reason or why_not_now(self._modes):
+        if (
+            reason := reason
+            or self._sums_late
+            or why_not_now(self._modes, watched=not self._from_first)
+        ):
             self._give_up(reason)
         elif self._armed and not any(f.changed for f in self._followed.values()):
             self._begin_followed()
@@ -248,18 +259,8 @@ class OptimizerInBackward:
             moved |= followed.moved()
         reasons = (followed.why_not() for followed in self._followed.values())
         reason = next(filter(None, reasons), "")
-        if reason := reason or (self._why_not_placed() if moved else ""):
+        if reason := reason or (why_not_placed(list(self._followed)) if moved else ""):
             self._give_up(reason)
-
-    def _why_not_placed(self) -> str:
-        """Why the parameters, where they are now, may not be updated one by one."""
-        reasons = (why_not_replaced(one) or why_not(one) for one in self._followed)
-        if reason := next(filter(None, reasons), ""):
-            return reason
-        found = [t for o in self._followed for g in o.param_groups for t in g["params"]]
-        if len({id(tensor) for tensor in found}) < len(found):
-            return "a parameter has two optimizers"
-        return "parameters share memory" if share_memory(found) else ""
 
     def _begin_watch(self) -> None:
         self._armed = False
@@ -268,7 +269,7 @@ class OptimizerInBackward:
         self._followed.clear()
         for optimizer in self._training():
             self._followed[optimizer] = Followed(optimizer, self._is_ready, self._as_a_whole)
-        if reason := self._why_not_placed():
+        if reason := why_not_placed(list(self._followed)):
             self._give_up(reason)
         else:
             self._begin_followed()

@@ -27,6 +27,7 @@ from torch.overrides import (
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from memplan.runtime.optimizer_in_backward.applied_gradient import too_late, where
+from memplan.runtime.shards import part_of
 
 _DEVICE_QUERY = torch.ops.prim.device.default
 _ASKS = ("torch.nn.modules.activation", "torch.nn.modules.transformer")
@@ -205,9 +206,10 @@ _ABOUT_TENSORS = frozenset(
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Identity of the storage; 0 for tensors that have none."""
+    """Identity of the storage, of a distributed tensor that of the rank's part; 0 for tensors that
+    have none."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return int(part_of(tensor).untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse ones, wrappers
         return 0
 
