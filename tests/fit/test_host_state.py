@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -13,6 +16,7 @@ from memplan.fit.host_state import (
     cheaper_share,
     is_quick,
     least_seconds,
+    with_less_state,
     with_state_on_host,
 )
 from memplan.fit.plans import Planner
@@ -88,6 +92,29 @@ def test_beside_other_copies_in_the_backward_pass_all_count(plain: State) -> Non
     assert waits(among_other_copies(early)) == pytest.approx(1.0)
     late = with_state_on_host(plain, 1.0)  # after the backward pass: no other copies are left
     assert among_other_copies(late) is late
+
+
+def on_a_card(state: State, nbytes: int) -> State:
+    card = msgspec.structs.replace(CARD, total_memory_bytes=nbytes)
+    return replace(state, job=replace(state.job, profile=card))
+
+
+def test_less_of_it_where_the_card_has_room(plain: State) -> None:
+    full = with_state_on_host(plain, share=1.0)
+    assert full.plan.state is not None
+    total, needed = full.plan.state.host_bytes, on_a_card(full, 2 << 30).needed
+    roomy = on_a_card(full, needed + total // 2)
+    less = with_less_state(roomy)
+    part = less.plan.state
+    assert part is not None and 0.5 < part.share < 0.65
+    # Of whole parameters.
+    assert part.host_bytes == pytest.approx(part.share * total, abs=total / LAYERS)
+    [lever] = less.levers
+    assert lever.added_seconds == part.added_seconds < 0.8 * full.added_seconds
+    assert less.needed <= needed + total // 2
+
+    tight = on_a_card(full, needed + total // 10)
+    assert with_less_state(tight) is tight
 
 
 def test_no_other_share_where_nothing_was_captured_with_recomputation(plain: State) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -15,7 +14,7 @@ from memplan.simulate import AllocatorSettings, simulate
 from memplan.types.builder import TraceBuilder
 from memplan.types.device import find_profile
 from memplan.types.plan import OrderPart, Plan
-from memplan.types.trace import Communicator, EventKind, Phase, Role, Trace, TraceMeta
+from memplan.types.trace import EventKind, Phase, Role, Trace, TraceMeta
 from tests.fit.chain_job import MIB, ChainProgram
 
 WEIGHT = 64
@@ -143,8 +142,8 @@ def test_a_script_that_differentiates_by_itself(after: bool) -> None:
 
 def test_other_jobs_that_have_none() -> None:
     trace = plain().trace()
-    meta = msgspec.structs.replace(trace.meta, communicators=[Communicator(2, 2, 1)])
-    assert "ranks" in updates_in_backward(replace(trace, meta=meta)).reason
+    summed = replace(trace, strings=[*trace.strings, "DistributedDataParallel.module"])
+    assert "sums gradients over ranks" in updates_in_backward(summed).reason
     assert updates_in_backward(Loop().trace()).reason
     forward = Loop()
     for _ in range(2):

@@ -18,7 +18,7 @@ from memplan.fit.addresses import with_planned_addresses
 from memplan.fit.answer import Change, Fit
 from memplan.fit.choice import NO_LIMITS, Limits, answer_of
 from memplan.fit.further_levers import FURTHER_LEVERS, FurtherLever
-from memplan.fit.host_state import cheaper_share, with_state_on_host
+from memplan.fit.host_state import cheaper_share, with_less_state, with_state_on_host
 from memplan.fit.nearest import nearest_changes
 from memplan.fit.offload import OffloadPlanner
 from memplan.fit.optimizer_in_backward import with_optimizer_in_backward
@@ -257,7 +257,12 @@ class _Finder:
         best, plain = self.best(), self.best("state")
         known = best if best.planner is not None else plain
         added = best.end.added_seconds
-        if not best.end.fits or known.planner is None or added <= self._gain:
+        if not best.end.fits or added <= self._gain:
+            return
+        if known.planner is None:  # as for compiled graphs
+            less = self._with(with_less_state, best.end) if best.end.plan.state else best.end
+            if less is not best.end:
+                self._routes.append(_Route(best.base, self._placed(less)))
             return
         share = cheaper_share(plain.base, known.base, known.planner, added, self._gain)
         if share is not None:

@@ -9,13 +9,14 @@ import msgspec
 
 from memplan.fit.answer import Lever
 from memplan.fit.plans import Planner
-from memplan.fit.state import State
+from memplan.fit.state import CAUTION, State
 from memplan.report.text import format_bytes
 from memplan.timing.seconds import op_seconds
 from memplan.timing.step import state_wait, steady_ops
 from memplan.types.errors import NoAnswerError
 from memplan.types.plan import StatePart
 from memplan.types.trace import EventKind, Phase, Role, Trace
+from memplan.worker.failure import CaptureFailedError
 
 _STEP = 0.125
 """Shares of state are compared in steps of this."""
@@ -71,6 +72,29 @@ def cheaper_share(
     return best
 
 
+def with_less_state(state: State) -> State:
+    """A job that fits with state on the host, with as much less of that as the card has room for;
+    as it is where that is little, or where the script fails with it."""
+    before = state.plan.state
+    assert before is not None
+    total = int(before.host_bytes / before.share)
+    room = state.job.profile.total_memory_bytes - state.needed
+    share = before.share - room / (CAUTION * total)
+    if before.share - share < _STEP or share <= 0:
+        return state
+    try:
+        after = state.trying(state=StatePart(share=share), allocation=None)
+    except CaptureFailedError:
+        return state
+    more = after.verdict.estimate.high_bytes - state.verdict.estimate.high_bytes
+    part = _part(after, total, share)
+    levers = [one for one in state.levers if one.kind != "addresses"]
+    for place, one in enumerate(levers):
+        if one.kind == "state":
+            levers[place] = _lever(part, max(one.saved_bytes - more, 0))
+    return after.with_parts(state=part).with_levers(*levers)
+
+
 def least_seconds(state: State) -> float:
     """What it adds to a step at the least, known before a capture."""
     total, share, _ = _shares(state)
@@ -120,23 +144,31 @@ def _shares(state: State) -> tuple[int, float, float]:
 
 
 def _tried(state: State, total: int, share: float) -> State:
-    def part(after: State) -> StatePart:
-        moved = total - state_bytes(after.captured.trace)
-        waits = state_wait(after.captured.trace, state.job.profile)
-        if waits is None or state.plan.frozen is not None:
-            waits = moved / state.job.profile.host_link_bytes_per_second
-        return StatePart(share=share, host_bytes=moved, added_seconds=waits)
-
-    def lever(after: State) -> Lever:
-        name = f"{format_bytes(part(after).host_bytes)} on the host"
-        return Lever(kind="state", name=name, added_seconds=part(after).added_seconds, bound="link")
-
     after = state.with_tried(
-        lever,
+        lambda after: _lever(_part(after, total, share)),
         {"state": StatePart(share=share)},
         fails="Optimizer state stays on the card",
     )
-    return after if after.plan.state is None else after.with_parts(state=part(after))
+    if after.plan.state is None:
+        return after
+    return after.with_parts(state=_part(after, total, share))
+
+
+def _part(after: State, total: int, share: float) -> StatePart:
+    """What a capture says of a share of all state on the host."""
+    moved = total - state_bytes(after.captured.trace)
+    waits = state_wait(after.captured.trace, after.job.profile)
+    if waits is None or after.plan.frozen is not None:
+        waits = moved / after.job.profile.host_link_bytes_per_second
+    return StatePart(share=share, host_bytes=moved, added_seconds=waits)
+
+
+def _lever(part: StatePart, saved_bytes: int = 0) -> Lever:
+    name = f"{format_bytes(part.host_bytes)} on the host"
+    seconds = part.added_seconds
+    return Lever(
+        kind="state", name=name, saved_bytes=saved_bytes, added_seconds=seconds, bound="link"
+    )
 
 
 def state_bytes(trace: Trace) -> int:

@@ -22,7 +22,7 @@ from memplan.types.trace import Trace
 from memplan.worker.captures import Captured, CaptureProgram, NotYetError
 from memplan.worker.failure import CaptureFailedError
 
-_CAUTION = 1.1
+CAUTION = 1.1
 """More goes to the host than is missing: gaps between blocks do not go with it."""
 _MOSTLY = 0.8
 """A share from which on all of it goes."""
@@ -93,7 +93,7 @@ class State:
         largest = 1.0 if most is None or not total else min(1.0, most / total)
         if total < WORTH * self.verdict.estimate.high_bytes or not largest:
             return 0.0, largest
-        share = _CAUTION * missing / total
+        share = CAUTION * missing / total
         return min(largest, share if 0 < share <= _MOSTLY else 1.0), largest
 
     @cached_property
