@@ -125,7 +125,7 @@ def test_gradients_lie_in_the_buckets_of_ddp() -> None:
     before = state(job(DistributedDataParallel), 5 * WEIGHTS)
     found = with_smaller_updates(before)
     assert saved(found) == {
-        "bucket_views": pytest.approx(1, abs=0.01),
+        "grad_views": pytest.approx(1, abs=0.01),
         "step": pytest.approx(0.5, abs=0.01),
     }
     assert peak_of_update(found.captured.trace)[0] == pytest.approx(4.5 * WEIGHTS, rel=0.05)

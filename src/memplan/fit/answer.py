@@ -26,7 +26,7 @@ class Lever(msgspec.Struct, frozen=True, kw_only=True):
         "loss",
         "batches",
         "state",
-        "bucket_views",
+        "grad_views",
         "step",
         "low_bit",
         "frozen",

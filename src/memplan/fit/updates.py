@@ -10,7 +10,7 @@ from memplan.fit.answer import Lever
 from memplan.fit.judge import WORTH
 from memplan.fit.state import State
 from memplan.phases.optimizer_in_backward import has_buckets, peak_of_update
-from memplan.types.plan import BucketViewsPart, Part, StepPart
+from memplan.types.plan import GradViewsPart, Part, StepPart
 from memplan.worker.failure import CaptureFailedError
 
 _FULL = 0.9
@@ -21,8 +21,8 @@ def with_smaller_updates(state: State) -> State:
     """The job with those of them that it can have, where its update would leave little room on the
     card, whatever is recomputed; else the job as it is, maybe with a sentence."""
     if _is_full(state) and has_buckets(state.captured.trace):
-        name = "gradients are views of DDP's buckets"
-        state = _tried(state, "bucket_views", BucketViewsPart(), name)
+        name = "gradients in DDP's buckets"
+        state = _tried(state, "grad_views", GradViewsPart(), name)
     whole, least = peak_of_update(state.captured.trace)
     if state.plan.order is None and _is_full(state) and least < (1 - WORTH) * whole:
         state = _tried(state, "step", StepPart(), "a bucket of weights at a time")
@@ -35,7 +35,7 @@ def _is_full(state: State) -> bool:
     return peak_of_update(state.captured.trace)[0] > _FULL * room
 
 
-def _tried(state: State, kind: Literal["bucket_views", "step"], part: Part, name: str) -> State:
+def _tried(state: State, kind: Literal["grad_views", "step"], part: Part, name: str) -> State:
     """The job with a part of the plan, where that lowers the update's peak by 1 % or more."""
     try:
         after = state.trying(**{kind: part})

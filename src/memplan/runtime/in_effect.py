@@ -12,7 +12,7 @@ import torch
 from memplan.types.plan import CompiledRegion, Plan
 from memplan.types.run_outcome import EarlyUpdates
 
-_ON_ANY_DEVICE = ("recompute", "order", "regions", "loss", "bucket_views", "step", "low_bit")
+_ON_ANY_DEVICE = ("recompute", "order", "regions", "loss", "grad_views", "step", "low_bit")
 _OFF_THE_CARD = ("offload", "state", "frozen")
 """Parts that move a GPU's memory to the host."""
 
@@ -78,10 +78,10 @@ def plan_in_effect(
                 from memplan.runtime.frozen import FrozenWeights
 
                 stack.enter_context(FrozenWeights(plan.frozen, partial(on_note, "frozen")))
-        if plan.bucket_views is not None:
-            from memplan.runtime.bucket_views import BucketViews
+        if plan.grad_views is not None:
+            from memplan.runtime.grad_views import GradViews
 
-            stack.enter_context(BucketViews(partial(on_note, "bucket_views")))
+            stack.enter_context(GradViews(partial(on_note, "grad_views")))
         if plan.order is not None:  # told of a step before those who update parameters there
             from memplan.runtime.optimizer_in_backward import OptimizerInBackward
 

@@ -75,7 +75,7 @@ class OptimizerInBackwardError(MemplanError):
     exit_code = 1
 
 
-class BucketViewsError(MemplanError):
+class GradViewsError(MemplanError):
     """The job used gradients of DistributedDataParallel as they cannot be used where they are views
     of its buckets."""
 

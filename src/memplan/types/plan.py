@@ -139,7 +139,7 @@ class StatePart(Lever, frozen=True, kw_only=True):
     """Promised, of state on the host."""
 
 
-class BucketViewsPart(Part, frozen=True, kw_only=True):
+class GradViewsPart(Part, frozen=True, kw_only=True):
     """Gradients of DistributedDataParallel are views of its buckets, and not copies."""
 
 
@@ -270,7 +270,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     regions: RegionsPart | None = None
     loss: LossPart | None = None
     state: StatePart | None = None
-    bucket_views: BucketViewsPart | None = None
+    grad_views: GradViewsPart | None = None
     step: StepPart | None = None
     low_bit: LowBitPart | None = None
     """Never together with `state`."""

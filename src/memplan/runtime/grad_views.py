@@ -1,4 +1,4 @@
-"""Puts a plan's part `bucket_views` into effect: gradients of DistributedDataParallel are views of
+"""Puts a plan's part `grad_views` into effect: gradients of DistributedDataParallel are views of
 its buckets, as with `gradient_as_bucket_view=True`, and not copies of what is in them.
 
 Li et al. (2020), "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memplan.capturing.patches.attributes import Patches
 from memplan.capturing.patches.job_observer import JobObserver
-from memplan.types.errors import BucketViewsError
+from memplan.types.errors import GradViewsError
 
 _OPTION = "gradient_as_bucket_view"
 
@@ -45,7 +45,7 @@ class _Followed(NamedTuple):
     views: list[_View]
 
 
-class BucketViews:
+class GradViews:
     """A context manager for every DistributedDataParallel that is made while it is entered."""
 
     def __init__(self, on_note: Callable[[str], None] = lambda text: None) -> None:
@@ -57,7 +57,7 @@ class BucketViews:
         self._patches = Patches()
         self._observer = JobObserver()
 
-    def __enter__(self) -> BucketViews:
+    def __enter__(self) -> GradViews:
         real: Any = DistributedDataParallel.__init__
         signature = inspect.signature(real)
 
@@ -121,7 +121,7 @@ def _memory(of: weakref.ref[Tensor]) -> tuple[int, int]:
 
 
 def _check(followed: _Followed) -> None:
-    """Raises BucketViewsError where the pass that begins would do something else than without
+    """Raises GradViewsError where the pass that begins would do something else than without
     views."""
     for parameter in followed.parameters:
         if parameter._post_accumulate_grad_hooks:
@@ -138,9 +138,9 @@ def _check(followed: _Followed) -> None:
             raise _error("gradients of one backward pass are kept over the next one")
 
 
-def _error(reason: str) -> BucketViewsError:
-    return BucketViewsError(
+def _error(reason: str) -> GradViewsError:
+    return GradViewsError(
         f"{reason}, and by the plan gradients are views of DistributedDataParallel's buckets: "
         "going on could change the job's numbers",
-        'run without the plan, or delete its part "bucket_views"',
+        'run without the plan, or delete its part "grad_views"',
     )

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from memplan.runtime import bucket_views
-from memplan.runtime.bucket_views import BucketViews
-from memplan.types.errors import BucketViewsError
+from memplan.runtime import grad_views
+from memplan.runtime.grad_views import GradViews
+from memplan.types.errors import GradViewsError
 from tests.runtime.harness import same_bits
 from tests.runtime.two_ranks import found_by, parallel, run
 
@@ -104,13 +104,13 @@ def trained(train: Train, rank: int, *, views: bool) -> tuple[list[Tensor], list
     """Weights, what was kept, whether gradients lay in buckets, and the error."""
     said: list[str] = []
     kept: list[Any] = []
-    with BucketViews(said.append) if views else nullcontext():
+    with GradViews(said.append) if views else nullcontext():
         model, _ = parallel("ddp", 2)
         optimizer = torch.optim.AdamW(model.parameters(), 0.01)
         torch.manual_seed(1 + rank)
         try:
             train(model, optimizer, kept)
-        except BucketViewsError as error:
+        except GradViewsError as error:
             said.append(error.message)
         loss(model)  # after an error the model is usable
         gradients = [one.grad for one in model.parameters() if one.grad is not None]
@@ -154,12 +154,12 @@ def test_what_would_change_a_number_ends_the_job(train: Train, found: list[dict[
 def test_sums_over_a_power_of_two(ranks: int, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others are divided before they are rounded or after, by whether a gradient is a view."""
     monkeypatch.setattr(dist, "get_world_size", lambda group: ranks)
-    assert bucket_views._why_not({}) == reason
+    assert grad_views._why_not({}) == reason
 
 
 def test_ddp_is_as_it_was_afterwards() -> None:
     before = DistributedDataParallel.__init__
-    with BucketViews():
+    with GradViews():
         assert inspect.signature(DistributedDataParallel.__init__) == inspect.signature(before)
     assert DistributedDataParallel.__init__ is before
 
