@@ -47,7 +47,7 @@ from memplan.recompute.selection import Selection, to_part
 from memplan.recompute.transfers import Judged, Saves, Schedule
 from memplan.types.deadline import Deadline
 from memplan.types.device import DeviceProfile, find_profile
-from memplan.types.plan import FrozenPart, LossPart, Plan, StatePart
+from memplan.types.plan import FrozenPart, LossPart, Plan, StatePart, StepPart
 from memplan.types.plan_file import save_plan
 from memplan.types.step_graph import StepGraph
 from memplan.types.trace import Trace
@@ -114,6 +114,10 @@ def frozen_on_host(trace: Trace, _profile: DeviceProfile) -> Plan | None:
     return Plan(frozen=FrozenPart(share=1.0, ahead_bytes=2 * max(sizes))) if sizes else None
 
 
+def step_in_buckets(_trace: Trace, _profile: DeviceProfile) -> Plan:
+    return Plan(step=StepPart())
+
+
 def loss_in_chunks(trace: Trace, _profile: DeviceProfile) -> Plan | None:
     heads = heads_of(trace)
     return Plan(loss=LossPart(heads=heads, rows=CHUNK_ROWS)) if heads else None
@@ -124,6 +128,7 @@ LEVERS: dict[str, Callable[[Trace, DeviceProfile], Plan | None]] = {
     "offload-half": offload_half,
     "state": state_on_host,
     "frozen": frozen_on_host,
+    "step": step_in_buckets,
     "loss": loss_in_chunks,
 }
 

@@ -33,7 +33,9 @@ class Machine:
         path = command[command.index("--plan") + 1] if not steps else command[-1]
         path = path if not steps else next(word for word in command if word.endswith(".plan"))
         plan = load_plan(path)
-        parts = tuple(n for n in ("recompute", "offload", "state", "loss") if getattr(plan, n))
+        parts = tuple(
+            n for n in ("recompute", "offload", "state", "step", "loss") if getattr(plan, n)
+        )
         self.plans.add(parts)
         if self.failing in parts:
             return 1, "", "Traceback\nRuntimeError: CUDA error"
