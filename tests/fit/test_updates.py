@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -74,16 +75,19 @@ def state(train: Callable[[], None], nbytes: int) -> State:
     @capturing
     def capture(_program: ScriptTarget, plan: Plan | None) -> Captured:
         said: dict[str, str] = {}
+        found: list[Any] = []
 
         def note(part: str, text: str) -> None:
             said[part] = text
 
         def planned() -> None:
-            with plan_in_effect(plan or Plan(), [PROGRAM.name], note):
+            with plan_in_effect(plan or Plan(), [PROGRAM.name], note, found.append):
                 train()
 
         trace = capture_rank(planned)
-        trace.meta.unmet.update(said)
+        clip_value = next((one for one in found if isinstance(one, float)), 0.0)
+        meta = msgspec.structs.replace(trace.meta, unmet=said, clip_value=clip_value)
+        trace = replace(trace, meta=meta)
         return Captured(trace, estimate(trace, card))
 
     return first_state(Job(PROGRAM, card, capture, Search()), capture(PROGRAM))
@@ -146,6 +150,24 @@ def test_fsdp_has_the_optimizer_in_backward() -> None:
     assert list(saved(found)) == ["order"] and found.plan.order is not None
     assert found.plan.order.from_first
     assert with_smaller_updates(found).plan.step is None
+
+
+def test_gradients_clipped_by_value_are_clipped_before_their_update() -> None:
+    """The value is what the capture has seen."""
+
+    def train() -> None:
+        layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
+        model = nn.Sequential(*layers).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(4):
+            model(torch.ones(8, WIDTH, device="cuda")).sum().backward()
+            nn.utils.clip_grad_value_(model.parameters(), 0.25)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = with_optimizer_in_backward(state(train, WEIGHTS))
+    assert list(saved(found)) == ["order"] and found.plan.order is not None
+    assert found.plan.order.clips and found.plan.order.clip_value == 0.25
 
 
 def test_ddp_has_not() -> None:

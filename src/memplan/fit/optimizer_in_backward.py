@@ -27,13 +27,21 @@ def with_optimizer_in_backward(state: State) -> State:
     if not lowers(state.verdict, expected):
         return state
     part = OrderPart(
-        parameters=found.parameters, gradient_bytes=found.gradient_bytes, from_first=True
+        parameters=found.parameters,
+        gradient_bytes=found.gradient_bytes,
+        from_first=True,
+        clips=found.clips,
     )
+    # Something may use a gradient in the first step only.
+    watched = [] if found.clips else [{"order": msgspec.structs.replace(part, from_first=False)}]
     lever = Lever(kind="order", name=NAME, values=part.parameters, bound="")
-    return state.with_tried(
+    after = state.with_tried(
         lambda after: lever,
         {"order": part},
-        # Something may use a gradient in the first step only.
-        {"order": msgspec.structs.replace(part, from_first=False)},
+        *watched,
         fails="Weights are not updated in the backward pass",
     )
+    value = after.captured.trace.meta.clip_value
+    if after.plan.order is None or not value:
+        return after
+    return after.with_parts(order=msgspec.structs.replace(after.plan.order, clip_value=value))

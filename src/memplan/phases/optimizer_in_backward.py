@@ -17,6 +17,13 @@ from memplan.timing.workload import storage_bytes
 from memplan.types.step_graph import Bools
 from memplan.types.trace import I64, EventKind, Phase, Role, Trace
 
+_CLIPS = (
+    "aten.clamp_.default",
+    "aten._foreach_clamp_min_.Scalar",
+    "aten._foreach_clamp_max_.Scalar",
+)
+"""What `torch.nn.utils.clip_grad_value_` calls."""
+
 
 @dataclass(frozen=True)
 class UpdatesInBackward:
@@ -27,6 +34,8 @@ class UpdatesInBackward:
     parameters: int = 0
     """Number of parameters that get a gradient in a step."""
     gradient_bytes: int = 0
+    clips: bool = False
+    """Whether gradients are clipped by value, which can be done to each before its update."""
 
 
 def updates_in_backward(trace: Trace) -> UpdatesInBackward:
@@ -59,6 +68,9 @@ class _Step:
         self._first, self._rows = first, (first, last)
         self._phase = trace.ops.phase[first:last]
         self._row, self._storage = _uses(trace, first, last)
+        names = trace.ops.name[first:last]
+        clips = [number for number, text in enumerate(trace.strings) if text in _CLIPS]
+        self._clipped = np.isin(names, clips) & (self._phase != Phase.FORWARD)
         self._events = slice(start, stop)
         is_gradient = trace.storages.role == Role.GRADIENT
         kind, storage = trace.events.kind[start:stop], trace.events.storage[start:stop]
@@ -84,7 +96,7 @@ class _Step:
         )
         reason = next(filter(None, (check() for check in checks)), "")
         total = int(storage_bytes(self._trace)[self._made].sum())
-        return UpdatesInBackward(reason, len(self._made), total)
+        return UpdatesInBackward(reason, len(self._made), total, bool(self._clipped.any()))
 
     def _keeps(self) -> str:
         kept = self._is_gradient[self._storage] & ~np.isin(self._storage, self._made)
@@ -122,7 +134,7 @@ class _Step:
 
     def _used_elsewhere(self) -> str:
         allowed = np.isin(self._phase, (Phase.BACKWARD, Phase.OPTIMIZER))
-        wrong = np.isin(self._storage, self._made) & ~allowed[self._row]
+        wrong = np.isin(self._storage, self._made) & ~(allowed | self._clipped)[self._row]
         return f"{self._named(wrong)} uses gradients" if wrong.any() else ""
 
     def _weights_used(self) -> str:

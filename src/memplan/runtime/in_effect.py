@@ -30,11 +30,12 @@ def plan_in_effect(
     plan: Plan,
     command: list[str],
     on_note: Callable[[str, str], None],
-    on_region: Callable[[CompiledRegion], None] | None = None,
+    on_found: Callable[[CompiledRegion | float], None] | None = None,
 ) -> Iterator[InEffect]:
     """Every part but the allocation and the arguments, where the plan has them. `command`: the
     program's name and arguments. `on_note` is told the name of a part, and in a sentence what of it
-    cannot be followed; `on_region` what is done to each compiled graph."""
+    cannot be followed; `on_found` what is done to each compiled graph, and the value that gradients
+    are clipped to."""
     found = InEffect()
     same = plan.made_from.command == command
     if plan.arguments is not None and not same:
@@ -64,9 +65,7 @@ def plan_in_effect(
         if plan.regions is not None:
             from memplan.runtime.graph.planned import PlannedRegions
 
-            stack.enter_context(
-                PlannedRegions(plan.regions, partial(on_note, "regions"), on_region)
-            )
+            stack.enter_context(PlannedRegions(plan.regions, partial(on_note, "regions"), on_found))
         if plan.loss is not None:
             from memplan.runtime.loss import ChunkedLoss
 
@@ -90,6 +89,7 @@ def plan_in_effect(
                 partial(on_note, "order"),
                 same_job=same,
                 exact=plan.low_bit is None,
+                on_clip=on_found,
             )
             found.in_backward = in_backward.account
             stack.enter_context(in_backward)

@@ -106,6 +106,11 @@ class OrderPart(Part, frozen=True, kw_only=True):
     from_first: bool = False
     """Whether it applies from the first step on, because a capture with the plan has shown that
     nothing prevents it. Otherwise the first step is watched, with all gradients alive."""
+    clips: bool = False
+    """Whether the script clips gradients by value. Each is clipped before its update then, and
+    when the script does it, that is done."""
+    clip_value: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """Gradients are clipped to ± this. 0 asks a capture for it."""
 
 
 class OffloadPart(Lever, frozen=True, kw_only=True):

@@ -256,6 +256,8 @@ class TraceMeta(msgspec.Struct, kw_only=True):
     engines: list[Engine] = []
     regions: list[CompiledRegion] = []
     """What the plan in effect recomputed in each compiled graph."""
+    clip_value: float = 0.0
+    """What the job clipped gradients to that were updated in the backward pass; 0: nothing."""
     unmet: dict[str, str] = {}
     """For each part of that plan that could not be followed, the first of `notes` about it."""
     notes: list[str] = []

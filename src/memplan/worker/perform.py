@@ -28,7 +28,7 @@ def perform(request: CaptureRequest, only_writes: tuple[Path, ...] | None = None
     target, plan, environment = request.target, request.plan, request.options.environment
     extend_path(environment)
     said: list[tuple[str, str]] = []
-    regions: list[CompiledRegion] = []
+    found: list[CompiledRegion | float] = []
     with stdout_to_stderr(), progress_line() as progress:
         progress("starting PyTorch")
         from memplan.capturing.script import capture_script
@@ -38,7 +38,7 @@ def perform(request: CaptureRequest, only_writes: tuple[Path, ...] | None = None
             from memplan.runtime.in_effect import plan_in_effect
 
             in_effect = plan_in_effect(
-                plan, target.command, lambda *note: said.append(note), regions.append
+                plan, target.command, lambda *note: said.append(note), found.append
             )
             target = target.with_arguments(plan)
         trace = capture_script(target, request.options, in_effect, only_writes=only_writes)
@@ -50,7 +50,8 @@ def perform(request: CaptureRequest, only_writes: tuple[Path, ...] | None = None
         alloc_conf=merged(conf, request.alloc_conf),
         notes=[*trace.meta.notes, *dict.fromkeys(text for _, text in said)],
         unmet=dict(reversed(said)),
-        regions=regions,
+        regions=[one for one in found if isinstance(one, CompiledRegion)],
+        clip_value=next((one for one in found if isinstance(one, float)), 0.0),
     )
     return replace(trace, meta=meta)
 

@@ -4,6 +4,7 @@ needs it."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,6 +18,12 @@ _MOVES = frozenset(
     {aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default}
 )
 """Operators that only take a gradient elsewhere, as `module.cpu()` does in the end."""
+_CLIPS: dict[Any, Callable[..., tuple[float | None, float | None]]] = {
+    aten.clamp_.default: lambda lower=None, upper=None: (lower, upper),
+    aten._foreach_clamp_min_.Scalar: lambda lower: (lower, None),
+    aten._foreach_clamp_max_.Scalar: lambda upper: (None, upper),
+}
+"""What `torch.nn.utils.clip_grad_value_` calls, and to what its arguments clip."""
 _OURS = str(Path(__file__).parents[2])
 _TORCHS = str(Path(torch.__file__).parent)
 _NOT_THE_JOBS = (_OURS, _TORCHS, "<")
@@ -51,13 +58,22 @@ class AppliedGradient(Tensor):
     def __new__(
         cls, like: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None
     ) -> Self:
-        return Tensor._make_wrapper_subclass(
+        made = Tensor._make_wrapper_subclass(
             cls,
             like.shape,
             strides=like.stride(),
             dtype=dtype or like.dtype,
             device=device or like.device,
         )
+        made.clips = False
+        made.lower = made.upper = None
+        return made
+
+    clips: bool
+    """Whether it has been clipped, which the job does afterwards."""
+    lower: float | None
+    upper: float | None
+    """What the job clips it to."""
 
     __torch_function__ = torch.nn.Parameter.__torch_function__  # none  # type: ignore[assignment]
 
@@ -67,6 +83,15 @@ class AppliedGradient(Tensor):
     ) -> Any:
         if func in _MOVES and isinstance(args[0], AppliedGradient):
             return cls(args[0], **{k: v for k, v in (kwargs or {}).items() if k in _KEPT})
+        if func in _CLIPS:
+            several = isinstance(args[0], (list, tuple))
+            gradients: Any = args[0] if several else args[:1]
+            if all(isinstance(one, AppliedGradient) and one.clips for one in gradients):
+                lower, upper = _CLIPS[func](*args[1:], **(kwargs or {}))
+                for one in gradients:
+                    one.lower = one.lower if lower is None else lower
+                    one.upper = one.upper if upper is None else upper
+                return None if several else args[0]
         raise too_late(f"{func}{where()} asks for a gradient")
 
     def _gone(self, *_args: Any, **_kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from memplan.runtime.optimizer_in_backward.applied_gradient import AppliedGradient
 from memplan.runtime.optimizer_in_backward.one_parameter import settings, why_not_step
 from memplan.runtime.optimizer_in_backward.watched import storage_of
+from memplan.runtime.shards import part_of
 from memplan.runtime.update_by_pieces import is_regular, update_one
 
 
@@ -72,13 +73,17 @@ class Parameter:
             return "weights or the optimizer's state are replaced before its step"
         return ""
 
-    def update(self) -> None:
-        """The optimizer's update, now; the gradient is released."""
+    def update(self, clip: float | None = None) -> None:
+        """The optimizer's update, now; the gradient is released. `clip`: the job clips it to ±
+        this afterwards, and it has not done so yet."""
         optimizer, tensor = self.optimizer(), self.tensor
         assert optimizer is not None, "it is about to step"
+        if clip is not None and tensor.grad is not None:
+            part_of(tensor.grad.detach()).clamp_(-clip, clip)
         update_one(optimizer, optimizer.param_groups[self._group], tensor)
         if self.applied is None or not _alike(self.applied, tensor):
             self.applied = AppliedGradient(tensor)
+        self.applied.clips, self.applied.lower, self.applied.upper = clip is not None, None, None
         tensor.grad = self.applied
         self.updated = True
         self._left = _state(tensor), self._state_values()

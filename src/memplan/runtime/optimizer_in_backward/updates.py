@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from memplan.capturing.patches.attributes import Patches
 from memplan.capturing.patches.job_observer import JobObserver, Step
 from memplan.runtime.optimizer_in_backward.applied_gradient import too_late
+from memplan.runtime.optimizer_in_backward.clipping import Clipping
 from memplan.runtime.optimizer_in_backward.followed import Followed, Parameter
 from memplan.runtime.optimizer_in_backward.preconditions import (
     in_autocast,
@@ -62,11 +63,13 @@ class OptimizerInBackward:
         *,
         same_job: bool = True,
         exact: bool = True,
+        on_clip: Callable[[float], None] | None = None,
     ) -> None:
         """`on_note` is told, in a sentence, why the updates come as they would without a plan.
         `same_job`: the plan's capture has shown that nothing uses gradients after the optimizer's
         step. Else the gradients of the first step are kept, to see it here. `exact`: False where
-        another part of the plan updates weights in another way than the optimizer does."""
+        another part of the plan updates weights in another way than the optimizer does.
+        `on_clip` is told to what a capture clips gradients by value."""
         self.account = EarlyUpdates(planned=part.parameters)
         self._passes = 0
         self._numbers = (
@@ -76,6 +79,7 @@ class OptimizerInBackward:
         )
         self._same_job = same_job
         self._from_first = part.from_first and same_job
+        self._clipping = Clipping(part, on_clip)
         self._made_state = False
         """Whether the first update of a parameter was in this backward pass."""
         self._on_note = on_note
@@ -228,11 +232,8 @@ class OptimizerInBackward:
             return
         if any(one.tensor.grad is one.applied is not None for one in self._all()):
             raise too_late("a backward pass adds to a gradient")
-        if (
-            reason := reason
-            or self._sums_late
-            or why_not_now(self._modes, watched=not self._from_first)
-        ):
+        reason = reason or self._sums_late or self._clipping.why_not()
+        if reason := reason or why_not_now(self._modes, watched=not self._from_first):
             self._give_up(reason)
         elif self._armed and not any(f.changed for f in self._followed.values()):
             self._begin_followed()
@@ -323,7 +324,7 @@ class OptimizerInBackward:
                 assert self._guard is not None
                 self._pending.append(one)
                 self._made_state |= not one.state
-                one.update()
+                one.update(self._clipping.bound)
                 self._guard.add([tensor, *one.state])
 
     def _end(self) -> None:
@@ -374,6 +375,7 @@ class OptimizerInBackward:
                 raise too_late("something replaces a gradient")
             if not one.is_as_left():
                 raise too_late("something replaces a value or the optimizer's state")
+        self._clipping.check(one.applied for one in mine)
         for one in mine:
             one.tensor.grad = None
         self._pending = [one for one in self._pending if one.optimizer() is not optimizer]
