@@ -23,7 +23,7 @@ from memplan.fit.nearest import nearest_changes
 from memplan.fit.offload import OffloadPlanner
 from memplan.fit.optimizer_in_backward import with_optimizer_in_backward
 from memplan.fit.plans import Planner, Solver
-from memplan.fit.regions import RegionSearch
+from memplan.fit.regions import RegionSearch, is_compiled
 from memplan.fit.search import Progress, Search
 from memplan.fit.state import Job, MoreNodes, State, first_state
 from memplan.fit.updates import with_smaller_updates
@@ -259,10 +259,12 @@ class _Finder:
         added = best.end.added_seconds
         if not best.end.fits or added <= self._gain:
             return
-        if known.planner is None:  # as for compiled graphs
+        if is_compiled(best.end.captured.trace):  # nobody plans what else would be recomputed
             less = self._with(with_less_state, best.end) if best.end.plan.state else best.end
             if less is not best.end:
                 self._routes.append(_Route(best.base, self._placed(less)))
+            return
+        if known.planner is None:
             return
         share = cheaper_share(plain.base, known.base, known.planner, added, self._gain)
         if share is not None:
