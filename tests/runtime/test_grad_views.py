@@ -157,6 +157,10 @@ def test_sums_over_a_power_of_two(ranks: int, reason: str, monkeypatch: pytest.M
     assert grad_views._why_not({}) == reason
 
 
+def test_ddp_s_own_mixed_precision() -> None:
+    assert "mixed precision" in grad_views._why_not({"mixed_precision": object()})
+
+
 def test_ddp_is_as_it_was_afterwards() -> None:
     before = DistributedDataParallel.__init__
     with GradViews():

@@ -98,7 +98,10 @@ class GradViews:
 
 def _why_not(given: dict[str, Any]) -> str:
     """Why numbers could differ: sums over ranks are divided by their number before or after they
-    are rounded, which is the same for powers of two."""
+    are rounded, which is the same for powers of two; and DDP's own mixed precision casts gradients
+    after they are summed."""
+    if given.get("mixed_precision") is not None:
+        return "DDP is given a mixed precision"
     group = given.get("process_group")
     mesh = given.get("device_mesh")
     ranks = torch.distributed.get_world_size(group if mesh is None else mesh.get_group())
