@@ -55,7 +55,7 @@ def plain() -> State:
     @capturing
     def capture(_program: ScriptTarget, plan: Plan | None) -> Captured:
         def planned() -> None:
-            with plan_in_effect(plan or Plan(), [], lambda *_told: None):
+            with plan_in_effect(plan or Plan(), ["train.py"], lambda *_told: None):
                 train()
 
         trace = record(planned)
@@ -74,23 +74,41 @@ def waits(state: State) -> float:
     return part.added_seconds * CARD.host_link_bytes_per_second / part.host_bytes
 
 
+def in_its_own_step(state: State) -> State:
+    """The same job, as one that cannot have updates in the backward pass."""
+    return replace(state, job=replace(state.job, search=Search(fails={"order"})))
+
+
 def test_copies_beside_the_backward_pass_add_little(plain: State) -> None:
     """In backward, of eight weights the last one's update alone comes when nothing is left to run;
     without that, all updates do."""
     order = OrderPart(parameters=LAYERS, gradient_bytes=LAYERS * WIDTH**2 * 4, from_first=True)
     base = plain.trying(order=order)
-    late, early = with_state_on_host(plain, 1.0), with_state_on_host(base, 1.0)
+    plain_steps = in_its_own_step(plain)
+    late, early = with_state_on_host(plain_steps, 1.0), with_state_on_host(base, 1.0)
     assert 0.5 < waits(late) < 1.1
     assert waits(early) < 0.4
-    assert least_seconds(base) < least_seconds(plain) <= late.levers[-1].added_seconds
-    assert is_quick(base) and not is_quick(plain)
+    assert least_seconds(base) < least_seconds(plain_steps) <= late.levers[-1].added_seconds
+    assert is_quick(base) and not is_quick(plain_steps)
+
+
+def test_state_that_moves_has_updates_in_the_backward_pass_wherever_it_can(plain: State) -> None:
+    found = with_state_on_host(plain, 1.0)
+    assert [lever.kind for lever in found.levers] == ["order", "state"]
+    assert found.plan.order is not None and found.plan.order.from_first
+    assert waits(found) < 0.4 and is_quick(plain)
+    assert least_seconds(plain) <= found.added_seconds
+    late = with_state_on_host(in_its_own_step(plain), 1.0)
+    assert [lever.kind for lever in late.levers] == ["state"] and late.plan.order is None
 
 
 def test_beside_other_copies_in_the_backward_pass_all_count(plain: State) -> None:
     order = OrderPart(parameters=LAYERS, gradient_bytes=LAYERS * WIDTH**2 * 4, from_first=True)
     early = with_state_on_host(plain.trying(order=order), 1.0)
     assert waits(among_other_copies(early)) == pytest.approx(1.0)
-    late = with_state_on_host(plain, 1.0)  # after the backward pass: no other copies are left
+    late = with_state_on_host(
+        in_its_own_step(plain), 1.0
+    )  # after the backward pass: no other copies are left
     assert among_other_copies(late) is late
 
 
@@ -100,7 +118,7 @@ def on_a_card(state: State, nbytes: int) -> State:
 
 
 def test_less_of_it_where_the_card_has_room(plain: State) -> None:
-    full = with_state_on_host(plain, share=1.0)
+    full = with_state_on_host(in_its_own_step(plain), share=1.0)
     assert full.plan.state is not None
     total, needed = full.plan.state.host_bytes, on_a_card(full, 2 << 30).needed
     roomy = on_a_card(full, needed + total // 2)

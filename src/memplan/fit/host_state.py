@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 
 from memplan.fit.answer import Lever
+from memplan.fit.optimizer_in_backward import possible_part, with_its_lever
 from memplan.fit.plans import Planner
 from memplan.fit.state import CAUTION, State
 from memplan.report.text import format_bytes
@@ -115,7 +117,7 @@ def _beside(state: State) -> float:
     start, stop = steady_ops(trace)
     phase, first = trace.ops.phase[start:stop], trace.meta.steady_steps
     beside = phase == Phase.OPTIMIZER
-    if state.plan.order is not None:
+    if state.plan.order is not None or possible_part(state) is not None:
         beside |= phase == Phase.BACKWARD
     seconds = op_seconds(trace, profile, start, stop)[beside].sum()
     return float(seconds) / (max(first[1] - first[0], 1) if first else 1)
@@ -144,13 +146,18 @@ def _shares(state: State) -> tuple[int, float, float]:
 
 
 def _tried(state: State, total: int, share: float) -> State:
+    part = StatePart(share=share)
+    tries: list[dict[str, Any]] = [{"state": part}]
+    if order := possible_part(state):  # then copies run beside the backward pass
+        tries.insert(0, {"order": order, "step": None, "state": part})
     after = state.with_tried(
         lambda after: _lever(_part(after, total, share)),
-        {"state": StatePart(share=share)},
+        *tries,
         fails="Optimizer state stays on the card",
     )
     if after.plan.state is None:
         return after
+    after = with_its_lever(after) if order else after
     return after.with_parts(state=_part(after, total, share))
 
 

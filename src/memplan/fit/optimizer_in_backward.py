@@ -7,7 +7,7 @@ import msgspec
 from memplan.fit.answer import Lever
 from memplan.fit.judge import judge, lowers
 from memplan.fit.state import State
-from memplan.phases.optimizer_in_backward import updates_in_backward, with_updates_in_backward
+from memplan.phases.optimizer_in_backward import with_updates_in_backward
 from memplan.types.plan import OrderPart
 
 NAME = "updates in backward"
@@ -20,27 +20,52 @@ def with_optimizer_in_backward(state: State) -> State:
     What the trace says it would do is simulated first. Only where that is worth it is the job
     captured again with it in effect, and then that capture counts.
     """
-    found = updates_in_backward(state.captured.trace)
-    if found.reason:
-        return state.with_note(f"Weights are not updated in the backward pass: {found.reason}.")
+    if reason := state.in_backward.reason:
+        return state.with_note(f"Weights are not updated in the backward pass: {reason}.")
+    part = possible_part(state)
     expected = judge(with_updates_in_backward(state.captured.trace), state.job.profile)
-    if not lowers(state.verdict, expected):
+    if part is None or not lowers(state.verdict, expected):
         return state
-    part = OrderPart(
+    # Something may use a gradient in the first step only.
+    watched = [] if part.clips else [{"order": msgspec.structs.replace(part, from_first=False)}]
+    after = state.with_tried(
+        _lever,
+        {"order": part},
+        *watched,
+        fails="Weights are not updated in the backward pass",
+    )
+    return _with_clip_value(after)
+
+
+def possible_part(state: State) -> OrderPart | None:
+    """What is in a plan where a trace shows nothing that forbids it; None where something does, a
+    capture failed with it, or it is in effect."""
+    found = state.in_backward
+    if found.reason or state.plan.order is not None or "order" in state.job.search.fails:
+        return None
+    return OrderPart(
         parameters=found.parameters,
         gradient_bytes=found.gradient_bytes,
         from_first=True,
         clips=found.clips,
     )
-    # Something may use a gradient in the first step only.
-    watched = [] if found.clips else [{"order": msgspec.structs.replace(part, from_first=False)}]
-    lever = Lever(kind="order", name=NAME, values=part.parameters, bound="")
-    after = state.with_tried(
-        lambda after: lever,
-        {"order": part},
-        *watched,
-        fails="Weights are not updated in the backward pass",
-    )
+
+
+def with_its_lever(after: State) -> State:
+    """A job that was captured with `possible_part` beside another part: with its lever, or without
+    it where it was not in effect."""
+    if after.plan.order is None or "order" in after.captured.trace.meta.unmet:
+        return after.with_parts(order=None)
+    levers = (one for one in after.levers if one.kind != "step")
+    return _with_clip_value(after).with_levers(_lever(after), *levers)
+
+
+def _lever(after: State) -> Lever:
+    assert after.plan.order is not None
+    return Lever(kind="order", name=NAME, values=after.plan.order.parameters, bound="")
+
+
+def _with_clip_value(after: State) -> State:
     value = after.captured.trace.meta.clip_value
     if after.plan.order is None or not value:
         return after

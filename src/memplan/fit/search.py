@@ -57,6 +57,8 @@ class Search:
     attempts: list[Attempt] = field(default_factory=list)
     tried: list[str] = field(default_factory=list)
     """Kinds of levers."""
+    fails: set[str] = field(default_factory=set)
+    """Parts of plans that the script cannot have or fails with, as far as that is known."""
     captures: int = 0
     _solver_seconds: float = _SOLVER_SECONDS
     _began: float = field(default_factory=time.monotonic)

@@ -16,6 +16,7 @@ from memplan.fit.answer import Attempt, Lever
 from memplan.fit.judge import WORTH, Verdict, judge, least_card, lowers
 from memplan.fit.search import Found, Search
 from memplan.phases import find_steps, request_signature, step_graphs
+from memplan.phases.optimizer_in_backward import UpdatesInBackward, updates_in_backward
 from memplan.types.device import DeviceProfile
 from memplan.types.plan import Fingerprint, Part, Plan
 from memplan.types.trace import Trace
@@ -97,6 +98,11 @@ class State:
         return min(largest, share if 0 < share <= _MOSTLY else 1.0), largest
 
     @cached_property
+    def in_backward(self) -> UpdatesInBackward:
+        """What its trace says of updates in the backward pass."""
+        return updates_in_backward(self.captured.trace)
+
+    @cached_property
     def needed(self) -> int:
         """Bytes of the least card that it fits."""
         return least_card(self.captured.trace, self.job.profile, self.verdict)
@@ -105,7 +111,13 @@ class State:
         """The job, captured again with these parts of the plan, too. Raises CaptureFailedError."""
         plan = msgspec.structs.replace(self.plan, **parts)
         self.job.search.begins()
-        captured = self.job.capture(self.job.program, plan, quiet=True)
+        try:
+            captured = self.job.capture(self.job.program, plan, quiet=True)
+        except CaptureFailedError:
+            self.job.search.fails.update(parts)
+            raise
+        self.job.search.fails -= parts.keys() - captured.trace.meta.unmet.keys()
+        self.job.search.fails |= parts.keys() & captured.trace.meta.unmet.keys()
         self.job.search.captured()
         verdict = judge(captured.trace, self.job.profile, captured.estimate)
         return replace(self, plan=plan, captured=captured, verdict=verdict)

@@ -10,9 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
+import memplan.runtime.host_state.in_effect as in_effect
+import memplan.runtime.host_state.ring as ring
+from memplan.runtime.host_state import HostState
 from memplan.runtime.in_effect import plan_in_effect
 from memplan.types.errors import OptimizerInBackwardError
-from memplan.types.plan import OrderPart, Plan
+from memplan.types.plan import OrderPart, Plan, StatePart
 from tests.runtime.two_ranks import KINDS, found_by, parallel, run, seed_batches, weights
 
 MAKES: dict[str, Any] = {
@@ -22,13 +25,20 @@ MAKES: dict[str, Any] = {
 
 
 def trained(
-    kind: str, make: str, rank: int, *, planned: bool, from_first: bool = True, clips: bool = False
+    kind: str,
+    make: str,
+    rank: int,
+    *,
+    planned: bool,
+    from_first: bool = True,
+    clips: bool = False,
+    on_host: HostState | None = None,
 ) -> tuple[list[Tensor], Any, list[str]]:
     """Weights and state, what came of the plan, and what was said."""
     said: list[str] = []
     order = OrderPart(parameters=20, gradient_bytes=0, from_first=from_first)
     plan = plan_in_effect(Plan(order=order), [], lambda _part, text: said.append(text))
-    with plan if planned else nullcontext() as found:
+    with plan if planned else nullcontext() as found, on_host or nullcontext():
         model, _ = parallel(kind, 2)
         optimizer = MAKES[make](model.parameters())
         schedule = optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -49,6 +59,7 @@ def trained(
 
 
 def work(rank: int) -> dict[str, Any]:
+    in_effect._SMALLEST, ring.ELEMENTS = 50, 100
     found: dict[str, Any] = {}
     for kind in KINDS:
         for make in MAKES:
@@ -56,6 +67,10 @@ def work(rank: int) -> dict[str, Any]:
             planned, came, said = trained(kind, make, rank, planned=True)
             same = len(plain) == len(planned) and all(map(torch.equal, plain, planned))
             found[f"{kind}: {make}"] = [same, came.steps, came.parameters, said]
+            on_host = HostState(StatePart(share=1), devices=("cpu",))
+            streamed, came, said = trained(kind, make, rank, planned=True, on_host=on_host)
+            same = len(plain) == len(streamed) and all(map(torch.equal, plain, streamed))
+            found[f"{kind}: {make}, state on the host"] = [same, came.steps, 14, said]
         _, came, said = trained(kind, "sgd", rank, planned=True, from_first=False)
         found[f"{kind}: watched"] = [came.steps, said]
         try:
@@ -72,7 +87,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize("make", [*MAKES, *(f"{make}, state on the host" for make in MAKES)])
 def test_the_same_bits(kind: str, make: str, found: list[dict[str, Any]]) -> None:
     for of_rank in found:
         same, steps, parameters, said = of_rank[f"{kind}: {make}"]
