@@ -36,7 +36,7 @@ def updates_in_backward(trace: Trace) -> UpdatesInBackward:
     watches its first step.
     """
     table = find_steps(trace)
-    if not len(table) or table.inferred or not len(trace.ops):
+    if not len(table) or not len(trace.ops):
         return UpdatesInBackward("the trace has no optimizer steps with operators")
     if trace.meta.communicators:
         return UpdatesInBackward("the job runs as one of several ranks")

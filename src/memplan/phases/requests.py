@@ -17,15 +17,10 @@ REQUESTS = (EventKind.ALLOC, EventKind.FREE, EventKind.RECORD_STREAM, EventKind.
 _DIGEST_BYTES = 16
 
 
-def request_rows(trace: Trace, start: int = 0, stop: int | None = None) -> I64:
-    """Indices of the events of `[start, stop)` that are requests."""
-    return np.flatnonzero(np.isin(trace.events.kind[start:stop], REQUESTS)) + start
-
-
 def requests(trace: Trace, start: int, stop: int) -> I64:
     """The requests of events `[start, stop)`: an (n, 3) array of kind, bytes, stream."""
-    rows = request_rows(trace, start, stop)
     events = trace.events
+    rows = np.flatnonzero(np.isin(events.kind[start:stop], REQUESTS)) + start
     columns = (events.kind[rows], events.bytes[rows], events.stream[rows])
     return np.stack([column.astype(np.int64) for column in columns], axis=1)
 
