@@ -54,7 +54,7 @@ def install() -> torch.library.Library:
     """Register them for fake CUDA; the library must stay alive."""
     library = torch.library.Library("aten", "IMPL")
     for name in _NAMES:
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
+        if not getattr(aten, name).default.has_kernel_for_dispatch_key("CUDA"):
             library.impl(name, _never, "CUDA")
     return library
 
