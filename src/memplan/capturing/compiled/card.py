@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 import sys
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._dynamo import device_interface
@@ -16,9 +16,7 @@ from torch._inductor.runtime import hints
 from torch.utils import _triton
 
 from memplan.capturing.compiled.dynamo import OnHost
-
-if TYPE_CHECKING:
-    from memplan.capturing.patches.attributes import Patches
+from memplan.capturing.patches.attributes import Patches
 
 _ANSWERS = (
     "current_device",

@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.capturing.operators.fake import record_launch
 from memplan.capturing.recording.context import generated_origin
-
-if TYPE_CHECKING:
-    from memplan.capturing.state import CaptureState
+from memplan.capturing.state import CaptureState
 
 _PARAMETERS = re.compile(r"^def \w+\((.*?)\):", re.MULTILINE | re.DOTALL)
 _MUTATED = re.compile(r"'mutated_arg_names': \[([^\]]*)\]")

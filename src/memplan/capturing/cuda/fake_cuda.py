@@ -5,20 +5,16 @@ from __future__ import annotations
 import itertools
 import types
 from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from memplan.capturing.cuda.device import set_current_device
+from memplan.capturing.state import CaptureState
+from memplan.types.device import DeviceProfile
 from memplan.types.trace import PRIVATE_POOLS, EventKind
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from memplan.capturing.state import CaptureState
-    from memplan.types.device import DeviceProfile
-
 
 _SEGMENT = 2 << 20
 _STREAMS_IN_POOL = 32

@@ -12,18 +12,20 @@ is balanced), and each such answer is an `Assumption`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from memplan.capturing.known_values.known_value import ALIKE, Computation, KnownValue, laid_out
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from memplan.capturing.known_values.known_value import Place
+from memplan.capturing.known_values.known_value import (
+    ALIKE,
+    Computation,
+    KnownValue,
+    Place,
+    laid_out,
+)
 
 _VALUE = "_memplan_value"
 _ORIGIN = "_memplan_origin"

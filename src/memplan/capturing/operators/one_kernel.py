@@ -8,16 +8,14 @@ operator as a whole. In-place multi-tensor operators are one kernel, too, and al
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.capturing.recording.work import extent
 from memplan.capturing.state import CaptureState, Handler
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 aten = torch.ops.aten
 

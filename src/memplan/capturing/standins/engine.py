@@ -11,16 +11,14 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from memplan.capturing.standins.rules import running
+from memplan.capturing.state import CaptureState
 from memplan.types.engines import Sizes
 from memplan.types.trace import OUTSIDE, PRIVATE_POOLS, Role
-
-if TYPE_CHECKING:
-    from memplan.capturing.state import CaptureState
 
 _VOCABULARY_PAD = 64
 """Rows of an embedding are rounded up to this (`vocab_parallel_embedding.py`)."""
