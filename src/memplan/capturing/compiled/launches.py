@@ -62,7 +62,8 @@ def kernel_makers(state: CaptureState) -> dict[str, Callable[..., Any]]:
 
     def on_host(_self: Any, *args: Any, **_kwargs: Any) -> Kernel:
         source = next((item for item in reversed(args) if isinstance(item, str)), "")
-        return Kernel(state, _host_name(source), "")
+        found = re.search(r"\b(cpp_fused\w*|kernel)\(", source)
+        return Kernel(state, found.group(1) if found else "cpp", "")
 
     return {
         "triton": generated,
@@ -70,11 +71,6 @@ def kernel_makers(state: CaptureState) -> dict[str, Callable[..., Any]]:
         "cpp": on_host,
         "cpp_pybinding": on_host,
     }
-
-
-def _host_name(source: str) -> str:
-    found = re.search(r"\b(cpp_fused\w*|kernel)\(", source)
-    return found.group(1) if found else "cpp"
 
 
 def primitives(state: CaptureState) -> dict[str, Any]:

@@ -312,7 +312,7 @@ class _Call:
             return generator if isinstance(item, torch.Generator) else item
 
         self._args, self._kwargs = pytree.tree_map(symbol, (list(args), dict(kwargs)))
-        if self.random and _takes_generator(func):
+        if self.random and any(one.name == "generator" for one in func._schema.arguments):
             self._kwargs["generator"] = generator
         self._kwargs.pop("pin_memory", None)
 
@@ -387,10 +387,6 @@ def _item(computation: Computation, place: int) -> torch.Tensor | None:
     """One of a computation's results."""
     made = _tensors(computation.result())
     return made[place] if place < len(made) else None
-
-
-def _takes_generator(func: Any) -> bool:
-    return any(argument.name == "generator" for argument in func._schema.arguments)
 
 
 _AS_FOUND = {aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default}

@@ -86,13 +86,5 @@ def adapt_trl(
         make(*args, **kwargs)
 
     patches.set(rollouts, "__init__", init)
-    patches.set(rollouts, "sync_weights", _in_stage(state, "weight sync", rollouts.sync_weights))
-
-
-def _in_stage(state: CaptureState, name: str, function: Any) -> Any:
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with state.stage(name):
-            return function(*args, **kwargs)
-
-    return call
+    sync = state.stage("weight sync")(rollouts.sync_weights)
+    patches.set(rollouts, "sync_weights", sync)
