@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from memplan.phases import (
     Step,
     find_steps,
-    first_difference,
-    is_steady,
     request_signature,
 )
 from memplan.phases.requests import REQUESTS
@@ -76,8 +74,6 @@ def test_steps_are_cut_where_the_optimizer_ends(
         Step(*pair) for pair in zip(job.edges[:finished], job.edges[1:], strict=False)
     ]
     assert table.steady == (0 if finished > 1 else None)
-    if finished:
-        assert f"{finished} complete step" in table.reason
 
 
 @several
@@ -131,33 +127,17 @@ def test_the_steady_step_is_the_first_that_is_repeated() -> None:
     trace = job.trace()
     table = find_steps(trace)
     assert table.steady == 2
-    assert "step 3 repeats the requests of step 2" in table.reason
-    assert is_steady(trace, table[2], table[4])
-    assert not is_steady(trace, table[0], table[2])
-    assert first_difference(trace, table[2], table[4]) == ""
-    assert first_difference(trace, table[0], table[2]) == (
-        "request 0: alloc of 519 bytes against alloc of 512 bytes"
-    )
+    signatures = [request_signature(trace, *table[step]) for step in range(len(table))]
+    assert len(set(signatures)) == 3 and signatures[2] == signatures[4]
 
 
-def test_why_no_step_is_steady() -> None:
+def test_a_step_of_which_there_is_one_is_not_steady() -> None:
     job = Job()
     parts = [(Phase.FORWARD, "Net", 2)]
-    job.step(parts)
-    job.touch(1)
-    assert "takes two" in find_steps(job.trace()).reason
-    job.step(parts, extra=9)
-    job.touch(1)
-    table = find_steps(job.trace())
-    assert table.steady is None
-    assert "no step repeats the one before; steps 0 and 1: request 0: alloc of 512" in table.reason
-
-
-def test_a_step_that_ends_early_differs_at_its_end() -> None:
-    job = Job()
-    job.step([(Phase.FORWARD, "Net", 1)])
-    trace = job.trace()
-    assert first_difference(trace, (0, 2), (0, 4)) == "request 2: none against alloc of 100 bytes"
+    for extra in (0, 9):
+        job.step(parts, extra=extra)
+        job.touch(1)
+        assert find_steps(job.trace()).steady is None
 
 
 events = st.lists(
@@ -180,16 +160,13 @@ def test_signatures_are_equal_exactly_when_the_requests_are(
     trace = trace_of([*left, *right])
     a, b = (0, len(left)), (len(left), len(trace))
     same = [e for e in left if e[0] in REQUESTS] == [e for e in right if e[0] in REQUESTS]
-    assert is_steady(trace, a, b) == same
     assert (request_signature(trace, *a) == request_signature(trace, *b)) == same
-    assert (first_difference(trace, a, b) == "") == same
 
 
 def test_traces_without_anything_to_find() -> None:
     for made in ([], [(EventKind.ALLOC, 5, 0)], [(EventKind.SYNCHRONIZE, 0, -1)]):
         table = find_steps(trace_of(made))
         assert len(table) == len(table.phases) == 0
-        assert table.reason.startswith("0 complete steps")
 
 
 def test_a_log_of_requests_names_no_steps(memplan_test_data: Path) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memplan.phases.requests import first_difference, is_steady, request_signature
+from memplan.phases.requests import request_signature
 from memplan.phases.spans import PhaseSpans, phase_spans
 from memplan.types.trace import I64, Phase, Trace
 
@@ -32,8 +32,6 @@ class StepTable:
     """Half-open ranges of events; each step begins where the one before ends."""
     steady: int | None
     """First step whose requests the next step repeats exactly; None when there is none."""
-    reason: str
-    """How many steps there are, and why one is steady or none is."""
 
     def __len__(self) -> int:
         return len(self.start)
@@ -58,23 +56,10 @@ def find_steps(trace: Trace) -> StepTable:
     edges[0] = max(int(edges[0]), int(working.argmax()) if working.any() else 0)
     edges = np.maximum.accumulate(edges)
     start, stop = edges[:-1], edges[1:]
-    steady, reason = _find_steady(trace, start, stop)
-    return StepTable(trace, start, stop, steady, f"{_count(complete)}; {reason}")
+    return StepTable(trace, start, stop, _steady(trace, start, stop))
 
 
-def _count(steps: int) -> str:
-    return "1 complete step" if steps == 1 else f"{steps} complete steps"
-
-
-def _find_steady(trace: Trace, start: I64, stop: I64) -> tuple[int | None, str]:
-    """The first step that the next one repeats, and a reason in words."""
-    ranges = list(zip(start.tolist(), stop.tolist(), strict=True))
-    if len(ranges) < 2:
-        return None, "no step is steady, for that takes two to compare"
+def _steady(trace: Trace, start: I64, stop: I64) -> int | None:
+    ranges = zip(start.tolist(), stop.tolist(), strict=True)
     signatures = [request_signature(trace, *of_step) for of_step in ranges]
-    for index, (a, b) in enumerate(pairwise(signatures)):
-        if a == b and is_steady(trace, ranges[index], ranges[index + 1]):
-            return index, f"step {index + 1} repeats the requests of step {index}"
-    last = len(ranges) - 1
-    difference = first_difference(trace, ranges[last - 1], ranges[last])
-    return None, f"no step repeats the one before; steps {last - 1} and {last}: {difference}"
+    return next((index for index, (a, b) in enumerate(pairwise(signatures)) if a == b), None)
