@@ -336,7 +336,7 @@ class FakeCuda:
 
 COMPILED_GRAPHS = PRIVATE_POOLS
 """The one pool that all graphs of compiled code share."""
-_NODE_BYTES = (0, 16 << 10, 64 << 10)
+GRAPH_NODE_BYTES = (0, 16 << 10, 64 << 10)
 """Low, expected and high bytes of the device for one kernel of an instantiated graph: the driver
 does not say, and it has not been measured here, hence the wide bounds."""
 Pool = tuple[int, int]
@@ -346,7 +346,7 @@ def keep_graph(state: CaptureState, nodes: int) -> None:
     """What an instantiated graph of so many kernels takes, for good."""
     recorder = state.recorder
     recorder.builder.begin_op("cuda.graph_instantiate", stream=recorder.stream)
-    low, expected, high = (nodes * size for size in _NODE_BYTES)
+    low, expected, high = (nodes * size for size in GRAPH_NODE_BYTES)
     if expected:
         recorder.scratch(low, expected, high, 0, name="CUDA graph")
 
