@@ -28,6 +28,7 @@ from memplan.order.validate import order_fault
 from memplan.types.deadline import Deadline
 from memplan.types.graph import Graph
 from memplan.types.solution import Solved
+from tests.oracles.certificate import certificate_of
 from tests.oracles.check_bound import check_bound
 
 DEADLINE = {"gpt2_xl": 120.0}
@@ -64,7 +65,7 @@ def row(case: Case) -> dict[str, Any]:
     order = answer.solution if isinstance(answer, Solved) else answer.best
     assert order is not None
     fault = order_fault(graph, order.order.tolist(), order.peak_bytes)
-    bound = check_bound(graph, order.certificate)
+    bound = check_bound(graph, certificate_of(graph, order.proof))
     if fault or bound != answer.bound:
         raise AssertionError(f"{case.key}: {fault or 'the bound is not what its certificate says'}")
     candidates = baseline_orders(graph)

@@ -12,8 +12,8 @@ other way round, or it would hold what the flow says. So its sets keep to them, 
 
 from __future__ import annotations
 
-from memplan.order.bound import Amounts, Certificate, Flow
 from memplan.types.graph import Graph
+from tests.oracles.certificate import Amounts, Certificate, Flow
 
 Pairs = list[tuple[int, int]]
 """Operators of which the first runs before the second."""

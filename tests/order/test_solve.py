@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from memplan.order import refine
 from memplan.order import solve as solve_module
 from memplan.order.baselines import Candidate, baseline_orders, best
-from memplan.order.bound import Amounts, Bound, Certificate, Flow
+from memplan.order.bound import Bound
 from memplan.order.evaluate import peak, program_order
 from memplan.order.leaf import Exact
 from memplan.order.refine import Improved, improve
@@ -28,6 +28,7 @@ from memplan.types.deadline import Deadline
 from memplan.types.graph import Graph
 from memplan.types.solution import Solved, TimedOut
 from memplan.types.trace import I64
+from tests.oracles.certificate import certificate_of
 from tests.oracles.check_bound import check_bound
 from tests.order.exhaustive import exhaustive_order
 from tests.order.graphs import graphs, make_graph, random_order
@@ -73,7 +74,7 @@ def answer_of(graph: Graph, seconds: float = 30.0, seed: int = 0) -> Solved[solv
     order = answer.solution
     assert order_fault(graph, order.order.tolist(), order.peak_bytes) == ""
     assert answer.cost == order.peak_bytes
-    assert check_bound(graph, order.certificate) == answer.bound <= answer.cost
+    assert check_bound(graph, certificate_of(graph, order.proof)) == answer.bound <= answer.cost
     return answer
 
 
@@ -215,7 +216,7 @@ def test_cancelled_at_once_there_is_still_an_order_and_a_bound() -> None:
     assert order is not None
     assert order_fault(graph, order.order.tolist(), order.peak_bytes) == ""
     assert order.peak_bytes <= peak(graph, program_order(graph))
-    assert check_bound(graph, order.certificate) == answer.bound
+    assert check_bound(graph, certificate_of(graph, order.proof)) == answer.bound
 
 
 def test_out_of_time_is_said() -> None:
@@ -239,8 +240,7 @@ def test_a_graph_that_contradicts_itself_is_refused() -> None:
 
 
 def weak_bound(graph: Graph, order: I64, *_: Any) -> Bound:
-    none = Amounts(np.zeros(0, np.int64), np.zeros(0, np.int64))
-    return Bound(graph.base_bytes, Certificate((), Flow(-1, none, none, none)))
+    return Bound(graph.base_bytes, -1)
 
 
 def test_baselines_are_asked_once_and_only_where_they_may_help() -> None:

@@ -28,7 +28,7 @@ from torch.cuda import _memory_viz as viewer
 
 from memplan.capturing.importers.load_any import load_any
 from memplan.report.memory_viz import export_memory_viz, memory_viz_snapshot
-from memplan.simulate import AllocatorSettings, simulate
+from memplan.simulate import simulate
 from memplan.simulate.replay import with_start
 from memplan.types.builder import TraceBuilder
 from memplan.types.errors import UsageError
@@ -269,9 +269,8 @@ def runs(held: dict[int, int]) -> list[tuple[int, int]]:
 
 
 def test_settings_and_device(tmp_path: Path) -> None:
-    trace = training(device=1)
-    own = AllocatorSettings.parse("expandable_segments:True")
-    snapshot = memory_viz_snapshot(trace, device=1, settings=own)
+    trace = training(device=1, conf="expandable_segments:True")
+    snapshot = memory_viz_snapshot(trace, device=1)
     assert snapshot["device_traces"][0] == []
     assert {entry["action"] for entry in snapshot["device_traces"][1]} >= {"segment_map", "alloc"}
     assert snapshot["allocator_settings"]["expandable_segments"] is True

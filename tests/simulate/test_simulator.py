@@ -226,7 +226,7 @@ def test_settings_of_the_trace_are_the_default() -> None:
 def test_live_storages_and_peaks() -> None:
     timeline = simulate(Program().alloc("a", 512).alloc("b", 1024).free("a").trace())
     assert [timeline.live_at(i).tolist() for i in (-1, 0, 1, 2)] == [[], [0], [0, 1], [1]]
-    assert (timeline.allocated_peak_event, timeline.reserved_peak_event) == (1, 0)
+    assert timeline.allocated_peak_event == 1
 
 
 def start(expandable: bool = False) -> Segment:
@@ -248,7 +248,6 @@ def test_initial_segments_are_used_and_their_storages_end(expandable: bool) -> N
     assert (timeline.start_allocated_bytes, timeline.start_requested_bytes) == (18 * MIB, 17 * MIB)
     assert timeline.address.tolist() == [-1, 1 << 40]
     assert timeline.reserved_peak_bytes == 40 * MIB
-    assert timeline.reserved_peak_event == -1
     assert timeline.live_at(-1).tolist() == [0]
 
 
@@ -293,7 +292,6 @@ def shifted(segment: Segment, by: int) -> Segment:
 def test_an_empty_trace() -> None:
     timeline = simulate(Program().trace())
     assert timeline.reserved_peak_bytes == 0
-    assert timeline.reserved_peak_event == -1
     assert len(timeline.segments) == 0
 
 

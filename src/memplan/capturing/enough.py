@@ -65,15 +65,11 @@ def _end_at_next_line() -> None:
     if not _running:
         return
     frame: FrameType | None = sys._getframe(2)
-    sys.settrace(_not_in_calls)
+    sys.settrace(lambda *_event: None)  # not in calls
     while frame is not None and frame is not _running[-1].caller:
         if shown_path(frame.f_code.co_filename):
             frame.f_trace = _raise
         frame = frame.f_back
-
-
-def _not_in_calls(*_event: Any) -> None:
-    return None
 
 
 def _raise(_frame: FrameType, event: str, _arg: Any) -> Any:

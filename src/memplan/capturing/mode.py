@@ -32,7 +32,6 @@ _ONE_KERNEL_ON_CUDA = (aten._fused_rms_norm.default,)
 """Operators that have a kernel of their own on CUDA, but are made of other operators where they
 have none, as on the CPU."""
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-_has_kernel: Any = torch._C._dispatch_has_kernel_for_dispatch_key
 _device_query = torch.ops.prim.device.default
 _BELOW_AUTOGRAD = (
     torch._C.DispatchKey.CompositeExplicitAutograd,
@@ -225,8 +224,8 @@ class CaptureMode(TorchDispatchMode):
         if known is None:
             known = self._composite[func] = (
                 func not in _ONE_KERNEL_ON_CUDA
-                and _has_kernel(func.name(), "CompositeImplicitAutograd")
-                and not _has_kernel(func.name(), "CPU")
+                and func.has_kernel_for_dispatch_key("CompositeImplicitAutograd")
+                and not func.has_kernel_for_dispatch_key("CPU")
             )
         return known
 

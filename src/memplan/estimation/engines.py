@@ -3,7 +3,7 @@ share of the card that the engine may have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -123,7 +123,10 @@ def _largest_share(
     """The largest share that fits, in hundredths, rounded down; or None, with the reason why none
     fits. The memory that the card needs only grows with the share, so the share is found by
     bisection."""
-    least = next(_shares_that_start(engine), None)
+    numbers = range(1, _OF_SHARE + 1)
+    least = next(
+        (n for n in numbers if engine.kv_bytes(n / _OF_SHARE).low >= engine.least_bytes), None
+    )
     if least is None:
         return None, "the card is too small for its weights and the KV cache of one sequence"
     most = _free_at_start(steady, engine, interval, card) * _OF_SHARE // engine.card_bytes
@@ -140,14 +143,6 @@ def _largest_share(
         else:
             fails = middle
     return fits / _OF_SHARE, ""
-
-
-def _shares_that_start(engine: Engine) -> Iterator[int]:
-    return (
-        number
-        for number in range(1, _OF_SHARE + 1)
-        if engine.kv_bytes(number / _OF_SHARE).low >= engine.least_bytes
-    )
 
 
 def _free_at_start(steady: Settled, engine: Engine, interval: Interval, card: DeviceProfile) -> int:

@@ -122,9 +122,10 @@ def _left_for_tensors(card: DeviceProfile, communication: Bounds, trace: Trace) 
 
 def _capture(trace: Trace, steady: Settled) -> dict[str, Any]:
     meta = trace.meta
+    unsettled = [Assumption("steady-state", steady.unsettled)] if steady.unsettled else []
     return {
         "torch_version": meta.torch_version,
-        "assumptions": [*meta.assumptions, *_unsettled(steady)],
+        "assumptions": [*meta.assumptions, *unsettled],
         "kernels": list(meta.kernels),
         "steps": meta.optimizer_steps,
         "stop_reason": meta.stop_reason,
@@ -232,10 +233,6 @@ def _step(trace: Trace, profile: DeviceProfile | None) -> dict[str, Any]:
         "peak_rate": found.peak_rate,
         "kernel_seconds": found.kernel_seconds,
     }
-
-
-def _unsettled(steady: Settled) -> list[Assumption]:
-    return [Assumption("steady-state", steady.unsettled)] if steady.unsettled else []
 
 
 def _repetitions(steady: Settled) -> list[str]:

@@ -60,7 +60,8 @@ def step_requests(trace: Trace, device: int | None = None) -> StepRequests:
     table = find_steps(trace)
     if not len(table):
         raise NoAnswerError(
-            f"no step to plan: {table.reason}", "capture more steps: memplan estimate --steps 4 -o"
+            "no step to plan: the trace has no complete one",
+            "capture more steps: memplan estimate --steps 4 -o",
         )
     step = max(len(table) - 2, 0) if table.steady is None else table.steady
     start, stop = table[step]

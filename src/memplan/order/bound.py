@@ -12,7 +12,8 @@ narrowed down. If the cut of u would be above the budget were v to run before u,
 before v. Such forced pairs raise the cut of v, which forces more pairs, until the cut of v itself
 is above the budget: no order keeps within it (`native/order/narrow.hpp`).
 
-A bound comes with the flows that prove it; `check_bound` checks them without the solver.
+The flows of these cuts prove a bound. The tests write them down and check them without the solver
+(`tests/oracles/check_bound.py`).
 """
 
 from __future__ import annotations
@@ -36,10 +37,15 @@ BISECTIONS = 12
 
 @dataclass(frozen=True)
 class Bound:
-    """No order has a lower peak than `bytes`; the certificate proves it."""
+    """No order has a lower peak than `bytes`, as the cut of an operator shows."""
 
     bytes: int
-    certificate: Certificate
+    pivot: int
+    """The operator; -1: the start of the step; the number of operators: its end."""
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    """Operators that every order with a lower peak has before and after the pivot, in the order in
+    which they were found."""
 
 
 def lower_bound(graph: Graph, order: npt.ArrayLike, deadline: Deadline | None = None) -> Bound:
@@ -114,101 +120,31 @@ class _Prover:
 
     def prove(self, pivot: int, before: Sequence[int], after: Sequence[int]) -> Bound:
         """The bound from a pivot and forced pairs, in the order in which they were found."""
-        forced: list[Forced] = []
-        proved: list[int] = []
-        for number, op in enumerate(after):
-            nbytes, flow = self.flow(op, [], [*after[:number], pivot])
-            forced.append(Forced(pivot, op, flow))
-            proved.append(nbytes)
-        for number, op in enumerate(before):
-            nbytes, flow = self.flow(op, [*before[:number], pivot], [])
-            forced.append(Forced(op, pivot, flow))
-            proved.append(nbytes)
-        nbytes, flow = self.flow(pivot, before, after)
-        return Bound(min([*proved, nbytes]), Certificate(tuple(forced), flow))
+        proved = [self.flow(op, [], [*after[:n], pivot]) for n, op in enumerate(after)]
+        proved += [self.flow(op, [*before[:n], pivot], []) for n, op in enumerate(before)]
+        proved.append(self.flow(pivot, before, after))
+        return Bound(min(proved), pivot, tuple(before), tuple(after))
 
-    def flow(self, op: int, before: Sequence[int], after: Sequence[int]) -> tuple[int, Flow]:
+    def flow(self, op: int, before: Sequence[int], after: Sequence[int]) -> int:
         graph = self.graph
-        share, rest, back = (
-            np.zeros(rows, np.int64) for rows in (len(graph.users), graph.values, len(graph.before))
-        )
-        nbytes = self.native.flow(
-            op, np.array(before, np.int64), np.array(after, np.int64), share, rest, back
-        )
-        return nbytes, Flow(op, Amounts.of(share), Amounts.of(rest), Amounts.of(back))
+        counts = (len(graph.users), graph.values, len(graph.before))
+        flows = [np.zeros(count, np.int64) for count in counts]
+        return self.native.flow(op, np.array(before, np.int64), np.array(after, np.int64), *flows)
 
 
 def _at_start(graph: Graph) -> Bound:
     """The bound from the values that exist before the step and are used in it."""
-    used = np.flatnonzero((graph.maker < 0) & ~graph.lasts & (np.diff(graph.users_start) > 0))
-    share = Amounts(graph.users_start[used], graph.bytes[used])
-    none = Amounts.of(np.zeros(0, np.int64))
-    flow = Flow(-1, share, none, none)
-    return Bound(_always(graph) + int(graph.bytes[used].sum()), Certificate((), flow))
+    used = (graph.maker < 0) & ~graph.lasts & (np.diff(graph.users_start) > 0)
+    return Bound(_always(graph) + int(graph.bytes[used].sum()), -1)
 
 
 def _at_end(graph: Graph) -> Bound:
     """The bound from the values that last to the end of the step."""
-    made = np.flatnonzero((graph.maker >= 0) & graph.lasts)
-    none = Amounts.of(np.zeros(0, np.int64))
-    flow = Flow(len(graph), none, Amounts(made, graph.bytes[made]), none)
-    return Bound(_always(graph) + int(graph.bytes[made].sum()), Certificate((), flow))
+    made = (graph.maker >= 0) & graph.lasts
+    return Bound(_always(graph) + int(graph.bytes[made].sum()), len(graph))
 
 
 def _always(graph: Graph) -> int:
     if not len(graph):
         return graph.base_bytes
     return graph.base_bytes + int(graph.bytes[(graph.maker < 0) & graph.lasts].sum())
-
-
-@dataclass(frozen=True)
-class Amounts:
-    """Bytes by row of a column of the graph; rows that are left out have none."""
-
-    rows: I64
-    bytes: I64
-
-    @classmethod
-    def of(cls, column: I64) -> Amounts:
-        rows = np.flatnonzero(column).astype(np.int64)
-        return cls(rows, column[rows])
-
-
-@dataclass(frozen=True)
-class Flow:
-    """A flow of bytes that proves how much is held while operator `op` runs.
-
-    It starts at the operators that must have run before and at the values that exist before the
-    step, and ends at the operators that must run later. Each value passes its bytes on to its
-    users, because it is held until all of them have run, and to the end of the step if it lasts.
-    Each operator passes what reaches it on to the values that it makes, or back to operators that
-    must run before it.
-    """
-
-    op: int
-    """-1: the start of the step; the number of operators: its end."""
-    share: Amounts
-    """Bytes that a value passes on to a user, by row of `Graph.users`."""
-    rest: Amounts
-    """Bytes that each value passes on to the end of the step."""
-    back: Amounts
-    """Bytes that the later operator passes back to the earlier one, by row of `Graph.before`."""
-
-
-@dataclass(frozen=True)
-class Forced:
-    """A pair of operators: `earlier` runs before `later` in every order with a lower peak than the
-    flow proves. The flow is that of an operator if `later` ran first."""
-
-    earlier: int
-    later: int
-    flow: Flow
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """Each forced pair follows from those before it, and the last flow uses all of them. So no
-    order has a lower peak than the least of the flows."""
-
-    forced: tuple[Forced, ...]
-    flow: Flow

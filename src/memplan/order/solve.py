@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memplan.order.baselines import Candidate, baseline_orders, best
-from memplan.order.bound import Certificate, cut_bound, lower_bound
+from memplan.order.bound import Bound, cut_bound, lower_bound
 from memplan.order.evaluate import peak, program_order
 from memplan.order.refine import refine
 from memplan.order.updates import early_updates
@@ -21,13 +21,13 @@ _BOUND_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Order:
-    """An order of a graph's operators, with a certificate of the lower bound."""
+    """An order of a graph's operators."""
 
     order: I64
     """Rows of operators."""
     peak_bytes: int
-    certificate: Certificate
-    """Proves the solution's bound; `check_bound` checks it."""
+    proof: Bound
+    """Why no order has a lower peak than the solution's bound."""
 
 
 def solve(
@@ -54,7 +54,7 @@ def solve(
         found = refine(graph, start, proved.bytes, deadline, seed).order
         longer = deadline.again(max(deadline.left(), _BOUND_SECONDS))
         proved = longer.result_of(lambda: lower_bound(graph, found, longer))
-    order = Order(found, peak(graph, found), proved.certificate)
+    order = Order(found, peak(graph, found), proved)
     if deadline.passed and order.peak_bytes > proved.bytes:
         return TimedOut(order, proved.bytes, order.peak_bytes)
     return Solved(order, order.peak_bytes, proved.bytes)

@@ -50,7 +50,7 @@ def op_graph(trace: Trace, step: int | None = None) -> Graph:
 def _whole_step(trace: Trace, step: int | None) -> tuple[int, Pass]:
     """The first event of a step, and its operators with their events as one pass."""
     table = find_steps(trace)
-    if not len(trace.ops) or table.inferred:
+    if not len(trace.ops):
         raise NoAnswerError(
             f"the trace ({trace.meta.origin}) tells requests of memory only, not the operators "
             "whose order is asked for",

@@ -45,7 +45,7 @@ def updates_in_backward(trace: Trace) -> UpdatesInBackward:
     watches its first step.
     """
     table = find_steps(trace)
-    if not len(table) or table.inferred or not len(trace.ops):
+    if not len(table) or not len(trace.ops):
         return UpdatesInBackward("the trace has no optimizer steps with operators")
     if has_buckets(trace):
         return UpdatesInBackward("DistributedDataParallel sums gradients over ranks in buckets")

@@ -66,7 +66,7 @@ def passes_of_steps(trace: Trace) -> list[StepPasses]:
     """Of each complete step, but for those whose passes run the operators of a later one's."""
     table, ops = find_steps(trace), trace.ops
     found: dict[bytes, tuple[int, int, int, int]] = {}
-    for step in range(0 if table.inferred else len(table)):
+    for step in range(len(table)):
         of_step = step_range(trace, table, step)
         rows = slice(*of_step[2:])
         inside = np.isin(ops.phase[rows], (Phase.FORWARD, Phase.BACKWARD))
@@ -128,7 +128,7 @@ def step_range(trace: Trace, table: StepTable, step: int | None) -> tuple[int, i
         has = f"steps 0 to {count - 1}" if count else "no complete step"
         raise UsageError(f"there is no step {step}", f"the trace has {has}")
     ops = trace.ops
-    if not count or table.inferred:
+    if not count:
         working = trace.events.phase != Phase.SETUP
         start = int(working.argmax()) if working.any() else 0
         return start, len(trace), 0, len(ops)

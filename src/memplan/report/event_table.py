@@ -13,7 +13,7 @@ from pathlib import Path
 
 from memplan.report.memory_viz import history
 from memplan.report.replayed import replayed
-from memplan.types.output_file import refuse_existing, write_file
+from memplan.types.output_file import write_file
 from memplan.types.trace import Trace
 
 COLUMNS = (
@@ -30,9 +30,7 @@ def export_csv(trace: Trace, path: Path | str, *, device: int = 0, overwrite: bo
     settings are not in the table: `memplan simulate --alloc-conf` takes them. Raises: as
     `export_memory_viz`.
     """
-    path = Path(path)
-    refuse_existing(path, overwrite=overwrite)
-    write_file(path, _lines(trace, device), overwrite=overwrite)
+    write_file(Path(path), _lines(trace, device), overwrite=overwrite)
 
 
 def _lines(trace: Trace, device: int) -> Iterator[bytes]:

@@ -20,7 +20,7 @@ from memplan.report.memory_viz_frames import Frame, FrameWriter
 from memplan.report.replayed import replayed
 from memplan.simulate import AllocatorSettings, Timeline
 from memplan.types.collection import paused_collection
-from memplan.types.output_file import refuse_existing, write_file
+from memplan.types.output_file import write_file
 from memplan.types.trace import EventKind, Trace
 
 _PROTOCOL = 4
@@ -36,31 +36,21 @@ _GIVES_BACK = frozenset({EventKind.SEGMENT_FREE, EventKind.SEGMENT_UNMAP})
 
 
 def export_memory_viz(
-    trace: Trace,
-    path: Path | str,
-    *,
-    device: int = 0,
-    settings: AllocatorSettings | None = None,
-    overwrite: bool = False,
+    trace: Trace, path: Path | str, *, device: int = 0, overwrite: bool = False
 ) -> None:
     """Write a trace of one device as a PyTorch memory snapshot.
 
     Raises UsageError when `path` exists and `overwrite` is False or cannot be written, and when
     the trace holds nothing of that device; what `simulate` raises for a trace that cannot be.
     """
-    path = Path(path)
-    refuse_existing(path, overwrite=overwrite)
     with paused_collection():
-        snapshot = memory_viz_snapshot(trace, device=device, settings=settings)
-        content = pickle.dumps(snapshot, _PROTOCOL)
-    write_file(path, [content], overwrite=overwrite)
+        content = pickle.dumps(memory_viz_snapshot(trace, device=device), _PROTOCOL)
+    write_file(Path(path), [content], overwrite=overwrite)
 
 
-def memory_viz_snapshot(
-    trace: Trace, *, device: int = 0, settings: AllocatorSettings | None = None
-) -> dict[str, Any]:
+def memory_viz_snapshot(trace: Trace, *, device: int = 0) -> dict[str, Any]:
     """The snapshot as `torch.cuda.memory._snapshot()` would return it."""
-    trace, timeline = replayed(trace, device=device, settings=settings)
+    trace, timeline = replayed(trace, device=device)
     walk = _Walk(trace, timeline)
     walk.run()
     return {

@@ -24,7 +24,7 @@ from memplan.report.text import short_op
 from memplan.simulate import Timeline
 from memplan.timing.step import PricedStep, priced_step
 from memplan.types.device import captured_for
-from memplan.types.output_file import refuse_existing, write_file
+from memplan.types.output_file import write_file
 from memplan.types.trace import I64, EventKind, Phase, Trace
 
 _PROCESS, _STEP = 1, 2
@@ -41,7 +41,6 @@ def export_perfetto(
     counters, and the step's kernels and collectives by stream. A name that ends in `.gz` is written
     compressed. Raises: as `export_memory_viz`."""
     path = Path(path)
-    refuse_existing(path, overwrite=overwrite)
     whole, timeline = replayed(trace, device=device)
     chunks = _document(whole, timeline, priced_step(trace, captured_for(trace.meta.gpu)))
     if path.suffix == ".gz":

@@ -8,9 +8,7 @@ from memplan.types.errors import UsageError
 from memplan.types.trace import Trace
 
 
-def replayed(
-    trace: Trace, *, device: int = 0, settings: AllocatorSettings | None = None
-) -> tuple[Trace, Timeline]:
+def replayed(trace: Trace, *, device: int = 0) -> tuple[Trace, Timeline]:
     """The trace of one device with what was held before it and the steps that raise its peak, and
     its replay.
 
@@ -24,7 +22,6 @@ def replayed(
             f"the trace holds nothing of device {device}",
             f"one of its devices: {', '.join(map(str, devices))}" if devices else "another trace",
         )
-    if settings is None:
-        settings = AllocatorSettings.parse(trace.meta.alloc_conf)
+    settings = AllocatorSettings.parse(trace.meta.alloc_conf)
     whole = settled(with_start(trace, settings, device=device), settings).trace
     return whole, simulate(whole, settings, device=device)

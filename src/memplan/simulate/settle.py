@@ -122,7 +122,12 @@ def _rounds(trace: Trace, settings: AllocatorSettings) -> Settled:
         grew, settles = _growth(timeline, of, times)
         if settles:
             break
-    unsettled = "" if settles else _still_growing(times * of.steps)
+    unsettled = ""
+    if not settles:
+        unsettled = (
+            f"reserved memory still grew after {times * of.steps} more steps were simulated; the "
+            "peak is that of these, and a longer run may reserve more"
+        )
     if timeline.reserved_peak_bytes <= plain:
         return Settled(trace, unsettled=unsettled)
     shorter, events = repeated(trace, of, grew)
@@ -146,10 +151,3 @@ def _growth(timeline: Timeline, of: Round, times: int) -> tuple[int, bool]:
             return grew, True
         before = addresses
     return grew, times - grew >= _QUIET_ROUNDS
-
-
-def _still_growing(steps: int) -> str:
-    return (
-        f"reserved memory still grew after {steps} more steps were simulated; the peak is that of "
-        "these, and a longer run may reserve more"
-    )

@@ -29,7 +29,8 @@ def warmed(trace: Trace) -> Trace:
     from the second step on."""
     begun, gone = lifetimes(trace)
     start = _start(trace)
-    kept = np.sort(begun[(begun >= start) & (gone < 0) & _is_workspace(trace)])
+    workspace = trace.storages.role == Role.WORKSPACE
+    kept = np.sort(begun[(begun >= start) & (gone < 0) & workspace])
     if not len(kept):
         return trace
     order = np.concatenate((np.arange(start), kept, np.delete(np.arange(len(trace)), kept)[start:]))
@@ -126,10 +127,6 @@ def _start(trace: Trace) -> int:
     """The event with which the step begins."""
     forward = np.flatnonzero(trace.events.phase != Phase.SETUP)
     return int(forward[0]) if len(forward) else len(trace)
-
-
-def _is_workspace(trace: Trace) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    return np.asarray(trace.storages.role == Role.WORKSPACE)
 
 
 def _taken(events: Events, rows: I64) -> Events:

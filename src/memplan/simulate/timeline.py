@@ -102,16 +102,12 @@ class Timeline:
     @cached_property
     def allocated_peak_event(self) -> int:
         """First event after which `allocated` is at its peak; -1 for the state before the first."""
-        return _peak_event(self.allocated, self.start_allocated_bytes)
+        peak = self.allocated_peak_bytes
+        return int(self.allocated.argmax()) if peak > self.start_allocated_bytes else -1
 
     @cached_property
     def reserved_peak_bytes(self) -> int:
         return _peak(self.reserved, self.start_reserved_bytes)
-
-    @cached_property
-    def reserved_peak_event(self) -> int:
-        """First event after which `reserved` is at its peak; -1 for the state before the first."""
-        return _peak_event(self.reserved, self.start_reserved_bytes)
 
     @cached_property
     def outside(self) -> I64:
@@ -158,10 +154,6 @@ class Timeline:
 
 def _peak(column: I64, start: int) -> int:
     return max(int(column.max(initial=0)), start)
-
-
-def _peak_event(column: I64, start: int) -> int:
-    return int(column.argmax()) if len(column) and int(column.max()) > start else -1
 
 
 def _lifetimes(log: SegmentEvents) -> Segments:

@@ -269,7 +269,8 @@ class TraceBuilder:
             if oldest < 0:  # the backward pass is over
                 oldest = min((number for number in from_gradients if number >= 0), default=0)
             if columns["name"][op] in copies and from_host.issuperset(set(reads) - set(writes)):
-                if from_gradients and self._weights_among(writes):
+                weights = (n >= 0 and self.role_of(n) == Role.PARAMETER for n in writes)
+                if from_gradients and any(weights):
                     updated, after = True, op + 1
                 from_host.update(writes)
             if not from_gradients.intersection(reads):
@@ -297,9 +298,6 @@ class TraceBuilder:
             column = table["step"]
             column[row:] = array(column.typecode, [step]) * (len(column) - row)
         return event
-
-    def _weights_among(self, storages: Iterable[int]) -> bool:
-        return any(number >= 0 and self.role_of(number) == Role.PARAMETER for number in storages)
 
     def _row(self, name: str, op: int) -> array[int]:
         starts, numbers = self._ops[f"{name}_start"], self._ops[name]

@@ -8,7 +8,7 @@ is refused with the first line that shows it.
 from __future__ import annotations
 
 import json
-from collections import deque
+from codecs import BOM_UTF8
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -27,7 +27,6 @@ MAX_TOTAL_BYTES = 1 << 60
 """The most bytes of everything in the graph together."""
 _LONGEST_NAME = 1000
 _SHOWN = 60
-_LONGEST_CYCLE = 8
 
 _Bytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOTAL_BYTES)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=_LONGEST_NAME)]
@@ -101,7 +100,7 @@ class _Reader:
     def read(self, content: bytes) -> None:
         header: _Header | None = None
         last = 0
-        for number, line in enumerate(content.split(b"\n"), 1):
+        for number, line in enumerate(content.removeprefix(BOM_UTF8).split(b"\n"), 1):
             if not line.strip():
                 continue
             last = number
@@ -126,17 +125,9 @@ class _Reader:
 
     def _object(self, number: int, line: bytes) -> dict[str, Any]:
         try:
-            row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"),
-                             object_pairs_hook=_without_repetition)  # fmt: skip
-        except _RepeatedKeyError as error:
-            raise self._fault(number, f"{_shown(str(error))} is there twice") from error
-        except UnicodeDecodeError as error:
-            raise self._fault(number, f"not UTF-8 from byte {error.start + 1} on") from error
-        except json.JSONDecodeError as error:
-            why = f"not JSON from character {error.pos + 1} on: is the file cut off?"
-            raise self._fault(number, why) from error
-        except (ValueError, RecursionError) as error:  # a number without end, a nest of brackets
-            raise self._fault(number, f"not read: {error}") from error
+            row = msgspec.json.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise self._fault(number, f"not JSON: {error}; is the file cut off?") from error
         if not isinstance(row, dict):
             raise self._fault(number, "not a JSON object")
         return row
@@ -208,7 +199,13 @@ class _Reader:
         needs = [self._needs(row) for row in range(len(self.operators))]
         for row, needed in enumerate(needs):
             if needed and max(needed) >= row:
-                raise self._order_fault(row, max(needed), needs)
+                later = max(needed)
+                raise self._fault(
+                    self.lines[row],
+                    f"operator {_shown(self.operators[row].op)} needs "
+                    f"{_shown(self.operators[later].op)} of line {self.lines[later]}",
+                    "operators come in the order of the program",
+                )
         number_of = {name: number for number, name in enumerate(self.values)}
         users: list[set[int]] = [set() for _ in self.values]
         for row, operator in enumerate(self.operators):
@@ -246,32 +243,11 @@ class _Reader:
             needed.add(self.ids[name])
         return needed - {-1}
 
-    def _order_fault(self, row: int, later: int, needs: list[set[int]]) -> FormatError:
-        """An operator needs one that follows it, or itself."""
-        path = _path(later, row, needs)
-        line, other = self.lines[row], self.lines[later]
-        what, names = f"operator {_shown(self.operators[row].op)}", self.operators
-        if path:
-            told = [f"{_shown(names[op].op)} (line {self.lines[op]})" for op in [row, *path]]
-            if len(told) > _LONGEST_CYCLE:
-                told = [*told[:3], f"… {len(told) - 5} more …", *told[-2:]]
-            around = " needs ".join(told)
-            return self._fault(line, f"a cycle: {around}", "an operator cannot wait for itself")
-        return self._fault(
-            line,
-            f"{what} needs {_shown(names[later].op)}, which follows in line {other}",
-            "operators come in the order of the program",
-        )
-
     def _fault(self, line: int, why: str, hint: str = "") -> FormatError:
         return FormatError(f"{self.path}, line {line}: {why}", hint or _FORMAT)
 
 
 _FORMAT = 'a graph file as docs/order.md describes it: {"memplan_graph": 1} and a line an operator'
-
-
-class _RepeatedKeyError(ValueError):
-    pass
 
 
 def _wrong_size(row: dict[str, Any]) -> str:
@@ -281,33 +257,6 @@ def _wrong_size(row: dict[str, Any]) -> str:
         if type(nbytes) is not int or not 0 <= nbytes <= MAX_TOTAL_BYTES:
             return f"the bytes of {_shown(name)} are not a whole number from 0 to 2^60"
     return ""
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, content in pairs:
-        if name in found:
-            raise _RepeatedKeyError(name)
-        found[name] = content
-    return found
-
-
-def _path(start: int, stop: int, needs: list[set[int]]) -> list[int]:
-    """The fewest operators from `start` to `stop`, each needing the next; empty where there are
-    none."""
-    came: dict[int, int] = {start: -1}
-    waiting = deque([start])
-    while waiting and stop not in came:
-        op = waiting.popleft()
-        for needed in needs[op]:
-            if needed not in came:
-                came[needed] = op
-                waiting.append(needed)
-    path, op = [], stop if stop in came else -1
-    while op >= 0:
-        path.append(op)
-        op = came[op]
-    return path[::-1]
 
 
 def _shown(name: str) -> str:

@@ -52,7 +52,11 @@ def next_ranks(seen: Mapping[int, Requests], size: int) -> dict[int, str]:
     second = {1: "second rank", size // 2: "middle rank"}
     if not seen.keys() >= second.keys():
         return {rank: why for rank, why in second.items() if rank not in seen}
-    gaps = [(b - a, a, b) for a, b in pairwise(sorted(seen)) if _may_hide(seen, a, b)]
+    gaps = [
+        (b - a, a, b)
+        for a, b in pairwise(sorted(seen))
+        if b - a > 1 and seen[a].count != seen[b].count
+    ]
     if not gaps:
         return {}
     _, a, b = max(gaps, key=lambda gap: (gap[0], -gap[1]))
@@ -104,7 +108,3 @@ def _between(a: int, b: int) -> str:
     if b - a == 2:
         return f"rank {a + 1}"
     return f"ranks {a + 1} {'and' if b - a == 3 else 'to'} {b - 1}"
-
-
-def _may_hide(seen: Mapping[int, Requests], a: int, b: int) -> bool:
-    return b - a > 1 and seen[a].count != seen[b].count

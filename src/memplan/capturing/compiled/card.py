@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 import sys
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._dynamo import device_interface
@@ -16,9 +16,7 @@ from torch._inductor.runtime import hints
 from torch.utils import _triton
 
 from memplan.capturing.compiled.dynamo import OnHost
-
-if TYPE_CHECKING:
-    from memplan.capturing.patches.attributes import Patches
+from memplan.capturing.patches.attributes import Patches
 
 _ANSWERS = (
     "current_device",
@@ -39,8 +37,8 @@ def install(patches: Patches) -> None:
     cuda: Any = device_interface.CudaInterface  # it took hold of the functions when it was made
     for name in _ANSWERS:
         patches.set(cuda, name, staticmethod(getattr(torch.cuda, name)))
-    patches.set(cuda, "exchange_device", staticmethod(torch.cuda._exchange_device))
-    patches.set(cuda, "maybe_exchange_device", staticmethod(torch.cuda._maybe_exchange_device))
+    for name in ("exchange_device", "maybe_exchange_device"):
+        patches.set(cuda, name, staticmethod(_exchanged))
     patches.set(cuda, "get_raw_stream", staticmethod(lambda _index: 0))
     patches.set(cuda, "raise_if_triton_unavailable", staticmethod(lambda _device=None: None))
     properties = [torch.cuda.get_device_properties(0)] * torch.cuda.device_count()
@@ -75,6 +73,13 @@ def install(patches: Patches) -> None:
             sys.modules.update(hidden)  # with None where an import is forbidden
 
     patches.set(kernel, "scan", scan_without_triton)
+
+
+def _exchanged(index: int) -> int:
+    """Make a device the current one; the one that was."""
+    entered: Any = torch.cuda.device(index)
+    entered.__enter__()
+    return int(entered.prev_idx)
 
 
 class _Bits:

@@ -10,15 +10,13 @@ replays included, which ask for nothing new.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.capturing.cuda.fake_cuda import COMPILED_GRAPHS, keep_graph
-
-if TYPE_CHECKING:
-    from memplan.capturing.state import CaptureState
+from memplan.capturing.state import CaptureState
 
 
 class Pool:

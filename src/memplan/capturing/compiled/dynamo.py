@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C._dynamo.eval_frame import (
@@ -41,17 +41,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from memplan.capturing.compiled import flex
 from memplan.capturing.patches import attributes as patching
+from memplan.capturing.patches.attributes import Patches
 from memplan.capturing.recording.context import shown_path
 from memplan.capturing.standins.finder import PACKAGES, without_triton
 from memplan.capturing.standins.registry import RuledOperator
 from memplan.capturing.standins.rules import Rule
+from memplan.capturing.state import CaptureState
 from memplan.capturing.training import plain_loops
 from memplan.types.errors import MemplanError, first_line
 from memplan.types.trace import Provenance
-
-if TYPE_CHECKING:
-    from memplan.capturing.patches.attributes import Patches
-    from memplan.capturing.state import CaptureState
 
 _CAPTURE = str(Path(__file__).parents[1]) + "/"
 _TRACES = str(Path(__file__).parents[2] / "types") + "/"

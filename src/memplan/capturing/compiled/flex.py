@@ -8,14 +8,13 @@ all scores (`sdpa_dense` in `torch/_higher_order_ops/flex_attention.py`), and so
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.attention.flex_attention  # registers the operators
 from torch._higher_order_ops.utils import registered_hop_fake_fns
 
-if TYPE_CHECKING:
-    from memplan.capturing.state import CaptureState
+from memplan.capturing.state import CaptureState
 
 
 def install(stack: ExitStack, state: CaptureState) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import types
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch._inductor import async_compile, compile_fx, graph, select_algorithm
 from torch._inductor import config as inductor_config
@@ -23,12 +23,10 @@ from memplan.capturing.compiled import card, launches
 from memplan.capturing.compiled.cudagraphs import Pool
 from memplan.capturing.compiled.origins import origins
 from memplan.capturing.compiled.tuning import Tuning
+from memplan.capturing.patches.attributes import Patches
 from memplan.capturing.recording.context import GENERATED, ORIGINS
-
-if TYPE_CHECKING:
-    from memplan.capturing.patches.attributes import Patches
-    from memplan.capturing.state import CaptureState
-    from memplan.types.device import DeviceProfile
+from memplan.capturing.state import CaptureState
+from memplan.types.device import DeviceProfile
 
 _TRITON_IMPORT = re.compile(r"^(?:import triton|from triton)\b.*$", re.MULTILINE)
 _SETTINGS: dict[str, Any] = {

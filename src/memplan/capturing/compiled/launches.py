@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.capturing.operators.fake import record_launch
 from memplan.capturing.recording.context import generated_origin
-
-if TYPE_CHECKING:
-    from memplan.capturing.state import CaptureState
+from memplan.capturing.state import CaptureState
 
 _PARAMETERS = re.compile(r"^def \w+\((.*?)\):", re.MULTILINE | re.DOTALL)
 _MUTATED = re.compile(r"'mutated_arg_names': \[([^\]]*)\]")
@@ -64,7 +62,8 @@ def kernel_makers(state: CaptureState) -> dict[str, Callable[..., Any]]:
 
     def on_host(_self: Any, *args: Any, **_kwargs: Any) -> Kernel:
         source = next((item for item in reversed(args) if isinstance(item, str)), "")
-        return Kernel(state, _host_name(source), "")
+        found = re.search(r"\b(cpp_fused\w*|kernel)\(", source)
+        return Kernel(state, found.group(1) if found else "cpp", "")
 
     return {
         "triton": generated,
@@ -72,11 +71,6 @@ def kernel_makers(state: CaptureState) -> dict[str, Callable[..., Any]]:
         "cpp": on_host,
         "cpp_pybinding": on_host,
     }
-
-
-def _host_name(source: str) -> str:
-    found = re.search(r"\b(cpp_fused\w*|kernel)\(", source)
-    return found.group(1) if found else "cpp"
 
 
 def primitives(state: CaptureState) -> dict[str, Any]:

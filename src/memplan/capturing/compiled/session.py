@@ -7,7 +7,7 @@ import types
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -16,10 +16,8 @@ from memplan.capturing.distributed import peers
 from memplan.capturing.patches.attributes import Patches
 from memplan.capturing.patches.deferred_dynamo import dynamo
 from memplan.capturing.patches.internals import require
-
-if TYPE_CHECKING:
-    from memplan.capturing.state import CaptureState
-    from memplan.types.device import DeviceProfile
+from memplan.capturing.state import CaptureState
+from memplan.types.device import DeviceProfile
 
 _ANSWERING = ("torch.cuda", "torch.backends", "torch.version", "torch.accelerator")
 """Modules that are asked about the device."""

@@ -10,14 +10,13 @@ pointwise kernels in two configurations at their first launch; `AlgorithmSelecto
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._inductor import ir
 
-if TYPE_CHECKING:
-    from memplan.capturing.state import CaptureState
-    from memplan.types.device import DeviceProfile
+from memplan.capturing.state import CaptureState
+from memplan.types.device import DeviceProfile
 
 _HALF = 2
 _COMPUTE_BOUND = 100.0

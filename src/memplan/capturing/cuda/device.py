@@ -16,17 +16,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from memplan.capturing.patches.deferred_dynamo import dynamo
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _CUDA = 1
 _PRIVATEUSE1 = 20

@@ -5,20 +5,16 @@ from __future__ import annotations
 import itertools
 import types
 from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from memplan.capturing.cuda.device import set_current_device
+from memplan.capturing.state import CaptureState
+from memplan.types.device import DeviceProfile
 from memplan.types.trace import PRIVATE_POOLS, EventKind
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from memplan.capturing.state import CaptureState
-    from memplan.types.device import DeviceProfile
-
 
 _SEGMENT = 2 << 20
 _STREAMS_IN_POOL = 32
@@ -340,7 +336,7 @@ class FakeCuda:
 
 COMPILED_GRAPHS = PRIVATE_POOLS
 """The one pool that all graphs of compiled code share."""
-_NODE_BYTES = (0, 16 << 10, 64 << 10)
+GRAPH_NODE_BYTES = (0, 16 << 10, 64 << 10)
 """Low, expected and high bytes of the device for one kernel of an instantiated graph: the driver
 does not say, and it has not been measured here, hence the wide bounds."""
 Pool = tuple[int, int]
@@ -350,7 +346,7 @@ def keep_graph(state: CaptureState, nodes: int) -> None:
     """What an instantiated graph of so many kernels takes, for good."""
     recorder = state.recorder
     recorder.builder.begin_op("cuda.graph_instantiate", stream=recorder.stream)
-    low, expected, high = (nodes * size for size in _NODE_BYTES)
+    low, expected, high = (nodes * size for size in GRAPH_NODE_BYTES)
     if expected:
         recorder.scratch(low, expected, high, 0, name="CUDA graph")
 

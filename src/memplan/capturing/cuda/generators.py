@@ -10,13 +10,12 @@ these.
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from memplan.capturing.cuda.fake_cuda import FakeCuda
-    from memplan.capturing.patches.attributes import Patches
+from memplan.capturing.cuda.fake_cuda import FakeCuda
+from memplan.capturing.patches.attributes import Patches
 
 _DEFAULT_SEED = 67280421310721
 """`c10::detail`'s `default_rng_seed_val`."""

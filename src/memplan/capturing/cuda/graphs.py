@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim import optimizer as optim_module
 
-from memplan.capturing.cuda.fake_cuda import Pool, keep_graph
+from memplan.capturing.cuda.fake_cuda import FakeCuda, Pool, keep_graph
 from memplan.capturing.operators.fake import record_launch
 from memplan.types.op_names import GRAPH_REPLAY
-
-if TYPE_CHECKING:
-    from memplan.capturing.cuda.fake_cuda import FakeCuda
 
 
 class FakeGraph:

@@ -7,12 +7,11 @@ those of CUDA where it was built without, so others stand in their places.
 from __future__ import annotations
 
 import pkgutil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from memplan.capturing.patches.attributes import Patches
+from memplan.capturing.patches.attributes import Patches
 
 
 def install(patches: Patches) -> None:

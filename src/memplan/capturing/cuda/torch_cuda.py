@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import sys
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from memplan.capturing.cuda import generators, tensor_types
 from memplan.capturing.cuda.fake_cuda import FakeCuda, FakeStream
 from memplan.capturing.cuda.graphs import FakeGraph, FakeMemPool, use_mem_pool
+from memplan.capturing.patches.attributes import Patches
+from memplan.capturing.state import CaptureState
+from memplan.types.device import DeviceProfile
 from memplan.types.trace import EventKind
-
-if TYPE_CHECKING:
-    from memplan.capturing.patches.attributes import Patches
-    from memplan.capturing.state import CaptureState
-    from memplan.types.device import DeviceProfile
 
 CUDA_VERSION = "13.0"
 _CUDNN_VERSION = 91200

@@ -8,17 +8,15 @@ batch may involve any of the group's ranks), and gives one handle for all, which
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import distributed
 from torch.distributed import ProcessGroup, Work
 from torch.distributed import distributed_c10d as c10d
 
+from memplan.capturing.distributed.collectives import Collectives
 from memplan.capturing.distributed.works import Batch, RankWork
 from memplan.capturing.patches.attributes import Patches
-
-if TYPE_CHECKING:
-    from memplan.capturing.distributed.collectives import Collectives
 
 
 class Batches:

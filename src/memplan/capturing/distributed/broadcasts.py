@@ -11,21 +11,17 @@ optimizer step is like what was sent last.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import distributed
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer as optim_module
 
-from memplan.capturing.distributed.peers import ToldAllError
+from memplan.capturing.distributed.peers import Peers, ToldAllError
+from memplan.capturing.state import CaptureState
 from memplan.types.errors import CaptureError
-
-if TYPE_CHECKING:
-    from contextlib import ExitStack
-
-    from memplan.capturing.distributed.peers import Peers
-    from memplan.capturing.state import CaptureState
 
 _SMALL = 4096
 """Elements: what the host decides by is not larger."""

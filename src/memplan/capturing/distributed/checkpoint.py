@@ -12,17 +12,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.capturing.enough import EnoughSeen
 from memplan.capturing.patches.attributes import Patches
 from memplan.capturing.patches.imports import ImportWatcher
+from memplan.capturing.state import CaptureState
 from memplan.types.errors import MemplanError
-
-if TYPE_CHECKING:
-    from memplan.capturing.state import CaptureState
 
 _PACKAGE = "torch.distributed.checkpoint"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.async_utils"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -18,14 +18,12 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from memplan.capturing.distributed import arithmetic
 from memplan.capturing.distributed.arithmetic import Value
+from memplan.capturing.distributed.broadcasts import Broadcasts
+from memplan.capturing.distributed.communicators import Communicators
 from memplan.capturing.distributed.works import Batch, RankWork, Works, finished
 from memplan.capturing.fake.arguments import flat
+from memplan.capturing.state import CaptureState
 from memplan.types.trace import EventKind, Role
-
-if TYPE_CHECKING:
-    from memplan.capturing.distributed.broadcasts import Broadcasts
-    from memplan.capturing.distributed.communicators import Communicators
-    from memplan.capturing.state import CaptureState
 
 c10d = torch.ops.c10d
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from memplan.capturing.patches.attributes import Patches
 from memplan.capturing.patches.imports import ImportWatcher
+from memplan.capturing.state import CaptureState
 from memplan.types.errors import CaptureError
-
-if TYPE_CHECKING:
-    from memplan.capturing.state import CaptureState
 
 _MODULE = "torch.distributed.fsdp._optim_utils"
 

@@ -9,20 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import _resolve_process_group
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup, Work
 
+from memplan.capturing.distributed.collectives import Collectives
 from memplan.capturing.operators.fake import run_fake
 from memplan.capturing.patches.attributes import Patches
 from memplan.capturing.patches.imports import ImportWatcher
-
-if TYPE_CHECKING:
-    from memplan.capturing.distributed.collectives import Collectives
-    from memplan.capturing.state import CaptureState
+from memplan.capturing.state import CaptureState
 
 aten = torch.ops.aten
 c10d = torch.ops.c10d

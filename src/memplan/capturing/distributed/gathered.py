@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from memplan.capturing.patches.attributes import Patches
 from memplan.capturing.patches.imports import ImportWatcher
+from memplan.capturing.state import CaptureState
 from memplan.types.trace import Role
-
-if TYPE_CHECKING:
-    from memplan.capturing.state import CaptureState
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_param"
 _FSDP1 = "torch.distributed.fsdp._flat_param"

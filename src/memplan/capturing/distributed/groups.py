@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import sys
 import types
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import distributed
@@ -17,14 +18,10 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
+from memplan.capturing.distributed.communicators import Communicators
+from memplan.capturing.options import RankPlace
+from memplan.capturing.state import CaptureState
 from memplan.types.errors import CaptureError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from memplan.capturing.distributed.communicators import Communicators
-    from memplan.capturing.options import RankPlace
-    from memplan.capturing.state import CaptureState
 
 _FAKE = "fake"
 _BOTH = "cpu:gloo,cuda:nccl"

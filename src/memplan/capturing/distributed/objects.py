@@ -7,13 +7,12 @@ alone would send does not exist here; the receiver keeps what it has, which is a
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import distributed
 
-if TYPE_CHECKING:
-    from memplan.capturing.distributed.broadcasts import Broadcasts
-    from memplan.capturing.state import CaptureState
+from memplan.capturing.distributed.broadcasts import Broadcasts
+from memplan.capturing.state import CaptureState
 
 
 class ObjectCollectives:

@@ -11,19 +11,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d as c10d
 
+from memplan.capturing.distributed.communicators import Communicators
+from memplan.capturing.distributed.peers import Peers
 from memplan.capturing.patches.attributes import Patches
 from memplan.capturing.patches.imports import ImportWatcher
+from memplan.capturing.state import CaptureState
 from memplan.types.errors import CaptureError
-
-if TYPE_CHECKING:
-    from memplan.capturing.distributed.communicators import Communicators
-    from memplan.capturing.distributed.peers import Peers
-    from memplan.capturing.state import CaptureState
 
 _MODULE = "torch.distributed.pipelining.stage"
 

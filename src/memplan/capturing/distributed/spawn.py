@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from memplan.capturing.options import RankPlace
+from memplan.capturing.state import CaptureState
 from memplan.types.errors import CaptureError
-
-if TYPE_CHECKING:
-    from memplan.capturing.options import RankPlace
-    from memplan.capturing.state import CaptureState
 
 
 class _Ended:

@@ -20,6 +20,7 @@ _MODULES = (
 )
 """The package by itself, and the copy within Megatron-LM."""
 _TELLS = "gather_and_compute_chunk_metadata"
+_Size: Any = tuple  # as Megatron-FSDP has it: equal to a `torch.Size`
 
 
 def install(patches: Patches, watcher: ImportWatcher) -> None:
@@ -45,11 +46,7 @@ def chunk(dtensor: Any) -> Any:
         whole = dtensor.shape[dim] // later
         offsets[dim] += (whole - covered[dim]) * rank // max(ranks - 1, 1)
         covered[dim] = whole
-    return ChunkStorageMetadata(offsets=_size(offsets), sizes=_size(sizes))
-
-
-def _size(items: list[int]) -> Any:
-    return tuple(items)  # as Megatron-FSDP has it: equal to a `torch.Size`
+    return ChunkStorageMetadata(offsets=_Size(offsets), sizes=_Size(sizes))
 
 
 def _cuts(dtensor: Any) -> list[tuple[int, int, int]]:

@@ -212,7 +212,8 @@ class FastFakeMode(FakeTensorMode):
             self._plans.clear()
             self._views.clear()
         self._plans[key] = plan
-        if plan is not None and _is_view_of_first(func, plan, args, tensors):
+        of_first = func.is_view and len(tensors) == 1 and args[0] is tensors[0]
+        if plan is not None and plan.container is None and of_first:
             self._views[kind] = plan.outputs[0]
         return result
 
@@ -330,12 +331,6 @@ def _aliases(plan: _Plan) -> bool:
     return any(
         isinstance(item, _Output) and item.source >= 0 and not item.same for item in plan.outputs
     )
-
-
-def _is_view_of_first(
-    func: Any, plan: _Plan, args: tuple[Any, ...], tensors: list[FakeTensor]
-) -> bool:
-    return func.is_view and plan.container is None and len(tensors) == 1 and args[0] is tensors[0]
 
 
 def _moved(view: _Output, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Plan | None:

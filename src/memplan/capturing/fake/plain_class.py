@@ -19,17 +19,15 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from memplan.capturing.patches.attributes import Patches
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 _Tensor = torch.Tensor
 _Parameter = torch.nn.Parameter

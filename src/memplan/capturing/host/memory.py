@@ -19,16 +19,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.capturing.host.process import HostProcess, absent_bytes
+from memplan.capturing.recording.recorder import Recorder
 from memplan.types.trace import HostCapture, HostEventKind, Role
-
-if TYPE_CHECKING:
-    from memplan.capturing.recording.recorder import Recorder
 
 _STANDS_IN = "_memplan_stands_in"
 _SMALLEST = 64 << 10

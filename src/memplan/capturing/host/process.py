@@ -14,13 +14,10 @@ from contextlib import contextmanager
 from multiprocessing import process as processes
 from pathlib import Path
 from time import thread_time
-from typing import TYPE_CHECKING
 
+from memplan.types.builder import TraceBuilder
 from memplan.types.deadline import Deadline
 from memplan.types.trace import HostEventKind
-
-if TYPE_CHECKING:
-    from memplan.types.builder import TraceBuilder
 
 _INTERVAL_SECONDS = 0.05
 _WORKERS_INTERVAL_SECONDS = 0.5

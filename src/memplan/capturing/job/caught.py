@@ -11,17 +11,15 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from memplan.capturing.job.faults import is_ours, of_shape_rule, place_of, short_message
 from memplan.capturing.patches.internals import refusal
+from memplan.capturing.recording.context import Context
+from memplan.capturing.state import CaptureState
 from memplan.types.errors import CaptureError, MemplanError
-
-if TYPE_CHECKING:
-    from memplan.capturing.recording.context import Context
-    from memplan.capturing.state import CaptureState
 
 _MARK = "_memplan_noted"
 _MOST = 5

@@ -15,11 +15,10 @@ from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, util
 from multiprocessing.process import BaseProcess
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from memplan.capturing.job.uncounted import UncountedProcesses
-    from memplan.types.errors import CaptureError
+from memplan.capturing.job.uncounted import UncountedProcesses
+from memplan.types.errors import CaptureError
 
 _SECONDS_TO_DIE = 5.0
 _MODULE_LEVEL = "<module>"

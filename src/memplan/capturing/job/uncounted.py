@@ -9,14 +9,12 @@ import sys
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
+from memplan.capturing.known_values.answers import Assumptions
+from memplan.capturing.patches.attributes import Patches
 from memplan.capturing.recording.context import shown_path, source_of
-
-if TYPE_CHECKING:
-    from memplan.capturing.known_values.answers import Assumptions
-    from memplan.capturing.patches.attributes import Patches
 
 _LONGEST = 160
 _OF_THE_DEVICE = re.compile(r"\b(torch|cuda|jax|tensorflow|cupy|vllm)\b")

@@ -22,7 +22,6 @@ from memplan.capturing.kernels.model import (
     HALF,
     MIB,
     Scratch,
-    Shape,
     ceil_div,
     exactly,
     itemsize,
@@ -258,7 +257,7 @@ def _foreach_norm(call: OpCall) -> list[Scratch]:
 def _fft(call: OpCall) -> list[Scratch]:
     """SpectralOps.cu: the plan's work area, about the complex data; a real result of several
     dimensions copies its input first."""
-    real = max((numel(s) * itemsize(d) for s, d in _with_out(call)), default=0)
+    real = max(map(numel, call.out_shapes), default=0) * itemsize(call.dtypes[0])
     complex_bytes = max(real, call.count * call.itemsize)
     copied = call.op == "aten._fft_c2r"
     return [
@@ -267,10 +266,6 @@ def _fft(call: OpCall) -> list[Scratch]:
         else exactly("input copy", 0),
         Scratch("cufft work area", 0, complex_bytes, 2 * complex_bytes + MIB),
     ]
-
-
-def _with_out(call: OpCall) -> list[tuple[Shape, str]]:
-    return [(shape, call.dtypes[0]) for shape in call.out_shapes]
 
 
 def _solver(call: OpCall) -> list[Scratch]:

@@ -8,17 +8,14 @@ if that does not help.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from memplan.capturing.known_values.asking import asking
 from memplan.types.errors import CaptureError
 from memplan.types.trace import Assumption
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _TRUE_ORIGINS = frozenset({"all", "isclose", "equal", "_is_all_true"})
 _HEALTH = frozenset({"isnan", "isinf", "_is_all_true"})

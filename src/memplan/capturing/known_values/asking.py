@@ -153,7 +153,6 @@ def _in_break(path: list[ast.AST]) -> Asking | None:
 def _goes_on(rest: list[ast.AST], goes_on: bool) -> Asking:
     """With what a loop goes on whose condition has these nodes, outermost first."""
     asker = rest[-1]
-    asker = rest[-1]
     for node, child in pairwise(rest):
         if isinstance(node, ast.Compare):
             large = _goes_on_if_large(node, child)

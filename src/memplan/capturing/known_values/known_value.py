@@ -7,12 +7,10 @@ inputs alive, so its length is bounded.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _LONGEST_CHAIN = 16
 ALIKE = "_memplan_alike"

@@ -12,18 +12,20 @@ is balanced), and each such answer is an `Assumption`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from memplan.capturing.known_values.known_value import ALIKE, Computation, KnownValue, laid_out
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from memplan.capturing.known_values.known_value import Place
+from memplan.capturing.known_values.known_value import (
+    ALIKE,
+    Computation,
+    KnownValue,
+    Place,
+    laid_out,
+)
 
 _VALUE = "_memplan_value"
 _ORIGIN = "_memplan_origin"
@@ -310,7 +312,7 @@ class _Call:
             return generator if isinstance(item, torch.Generator) else item
 
         self._args, self._kwargs = pytree.tree_map(symbol, (list(args), dict(kwargs)))
-        if self.random and _takes_generator(func):
+        if self.random and any(one.name == "generator" for one in func._schema.arguments):
             self._kwargs["generator"] = generator
         self._kwargs.pop("pin_memory", None)
 
@@ -385,10 +387,6 @@ def _item(computation: Computation, place: int) -> torch.Tensor | None:
     """One of a computation's results."""
     made = _tensors(computation.result())
     return made[place] if place < len(made) else None
-
-
-def _takes_generator(func: Any) -> bool:
-    return any(argument.name == "generator" for argument in func._schema.arguments)
 
 
 _AS_FOUND = {aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-if TYPE_CHECKING:
-    from memplan.capturing.state import CaptureState
+from memplan.capturing.state import CaptureState
 
 aten = torch.ops.aten
 

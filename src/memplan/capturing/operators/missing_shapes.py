@@ -111,6 +111,6 @@ def install() -> torch.library.Library:
     """Register those that this PyTorch has no kernel for; the library must stay alive."""
     library = torch.library.Library("aten", "IMPL")
     for name, kernel in _KERNELS.items():
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
+        if not getattr(torch.ops.aten, name).default.has_kernel_for_dispatch_key("Meta"):
             library.impl(name, kernel, "Meta")
     return library

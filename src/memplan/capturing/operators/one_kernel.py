@@ -8,16 +8,14 @@ operator as a whole. In-place multi-tensor operators are one kernel, too, and al
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.capturing.recording.work import extent
 from memplan.capturing.state import CaptureState, Handler
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 aten = torch.ops.aten
 
@@ -54,7 +52,7 @@ def install() -> torch.library.Library:
     """Register them for fake CUDA; the library must stay alive."""
     library = torch.library.Library("aten", "IMPL")
     for name in _NAMES:
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
+        if not getattr(aten, name).default.has_kernel_for_dispatch_key("CUDA"):
             library.impl(name, _never, "CUDA")
     return library
 

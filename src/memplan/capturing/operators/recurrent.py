@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.backends.cudnn.rnn as cudnn_rnn
@@ -18,13 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memplan.capturing.fake.plain_class import set_data
 from memplan.capturing.kernels import rnn
 from memplan.capturing.kernels.model import Scratch, exactly
+from memplan.capturing.operators.kernel_memory import KernelMemory
 from memplan.capturing.patches.attributes import Patches, weakly
 from memplan.capturing.state import CaptureState, Handler
+from memplan.types.device import DeviceProfile
 from memplan.types.trace import Provenance, Role
-
-if TYPE_CHECKING:
-    from memplan.capturing.operators.kernel_memory import KernelMemory
-    from memplan.types.device import DeviceProfile
 
 aten = torch.ops.aten
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.capturing.operators.data_dependent import boxes_kept
 from memplan.capturing.operators.fake import run_fake
+from memplan.capturing.patches.attributes import Patches
 from memplan.capturing.recording.work import describe, moved_bytes
 from memplan.capturing.state import CaptureState, Handler
-
-if TYPE_CHECKING:
-    from memplan.capturing.patches.attributes import Patches
 
 aten = torch.ops.aten
 

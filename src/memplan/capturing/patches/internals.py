@@ -41,10 +41,9 @@ NAMES: dict[str, tuple[str, ...]] = {
             DispatchKey.CompositeExplicitAutograd DispatchKey.CompositeImplicitAutograd
             DispatchKey.Python _DisableTorchDispatch _TorchDispatchModeKey.FAKE
             _autograd._get_sequence_nr _current_autograd_node _current_graph_task_id
-            _dispatch_get_all_op_names _dispatch_has_kernel_for_dispatch_key _dispatch_keys
-            _get_default_device
-            _get_dispatch_mode _get_sdp_priority_order _len_torch_function_stack
-            _only_lift_cpu_tensors _set_only_lift_cpu_tensors
+            _dispatch_get_all_op_names _dispatch_keys _get_default_device _get_dispatch_mode
+            _get_sdp_priority_order _len_torch_function_stack _only_lift_cpu_tensors
+            _set_only_lift_cpu_tensors
             _set_warn_deprecated_on_mutable_data_ptr _storage_Use_Count _swap_tensor_impl
         torch._subclasses.fake_tensor: . DataDependentOutputException
             DynamicOutputShapeException FakeTensor FakeTensorMode UnsupportedFakeTensorException
@@ -73,7 +72,6 @@ NAMES: dict[str, tuple[str, ...]] = {
         torch._higher_order_ops: utils.registered_hop_fake_fns
         torch.utils: _python_dispatch.TorchDispatchMode _python_dispatch._disable_current_modes
             _triton
-        torch.cuda: _exchange_device _maybe_exchange_device
     """),
     "capturing/distributed": _names("""
         torch._C: _distributed_c10d _distributed_c10d.FakeProcessGroup

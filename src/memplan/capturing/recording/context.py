@@ -7,18 +7,14 @@ import functools
 import linecache
 import sys
 from pathlib import Path
-from types import CodeType
-from typing import TYPE_CHECKING, NamedTuple
+from types import CodeType, FrameType
+from typing import NamedTuple
 
 import torch
 import typing_extensions
 
+from memplan.types.builder import TraceBuilder
 from memplan.types.trace import Phase
-
-if TYPE_CHECKING:
-    from types import FrameType
-
-    from memplan.types.builder import TraceBuilder
 
 _TORCH = str(Path(torch.__file__).parent)
 _MEMPLAN = str(Path(__file__).parents[2])

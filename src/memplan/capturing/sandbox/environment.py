@@ -101,9 +101,6 @@ class ProcessState:
         for set_state, state in self._random:
             set_state(state)
         if threading.current_thread() is threading.main_thread():
-            self._restore_signals()
-
-    def _restore_signals(self) -> None:
-        for number, handler in self._signals.items():
-            if handler is not None and signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
+            for number, handler in self._signals.items():
+                if handler is not None and signal.getsignal(number) is not handler:
+                    signal.signal(number, handler)

@@ -7,15 +7,13 @@ import functools
 import importlib.util
 import types
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from memplan.capturing.patches.attributes import Patches
 from memplan.capturing.patches.imports import Adapter
-
-if TYPE_CHECKING:
-    from memplan.capturing.training.ending import Ending
+from memplan.capturing.training.ending import Ending
 
 _NMS = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 _POOL = "Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width"

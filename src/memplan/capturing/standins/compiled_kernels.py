@@ -11,19 +11,17 @@ import functools
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from memplan.capturing.patches.attributes import Patches
 from memplan.capturing.standins.finder import make_permissive
 from memplan.capturing.standins.guarded import is_guarded
 from memplan.capturing.standins.launch import CudaKernel, record
 from memplan.capturing.standins.registry import rules_of_module
 from memplan.capturing.standins.rules import running
-
-if TYPE_CHECKING:
-    from memplan.capturing.patches.attributes import Patches
 
 
 class Kernels:

@@ -11,24 +11,21 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from memplan.capturing.cuda.fake_cuda import GRAPH_NODE_BYTES
 from memplan.capturing.standins.rules import running
+from memplan.capturing.state import CaptureState
 from memplan.types.engines import Sizes
 from memplan.types.trace import OUTSIDE, PRIVATE_POOLS, Role
-
-if TYPE_CHECKING:
-    from memplan.capturing.state import CaptureState
 
 _VOCABULARY_PAD = 64
 """Rows of an embedding are rounded up to this (`vocab_parallel_embedding.py`)."""
 _SAMPLER_BYTES = 2 + 4 + 4 + 4 + 8
 """Bytes for each logit: in half and in single precision, its probability, sorted, and its index."""
 _NODES_PER_LAYER = 12
-_NODE_BYTES = (0, 16 << 10, 64 << 10)
-"""Low, expected and high of a kernel in an instantiated CUDA graph: the driver does not say."""
 _BLOCK_TOKENS = 16
 
 
@@ -102,7 +99,7 @@ def graph_sizes(sizes: ModelSizes, sequences: int) -> Sizes:
     most = min(2 * sequences, 512)
     captured = 3 + min(most, 256) // 8 + max(most - 256, 0) // 16
     nodes = 2 * captured * sizes.layers * _NODES_PER_LAYER
-    return Sizes(*(nodes * size for size in _NODE_BYTES))
+    return Sizes(*(nodes * size for size in GRAPH_NODE_BYTES))
 
 
 class EngineMemory:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from memplan.capturing.patches.attributes import Patches
 from memplan.capturing.standins.finder import StandInFinder, make_permissive
 from memplan.capturing.standins.registry import rules_of_module
 from memplan.capturing.standins.rules import running
 from memplan.types.errors import CaptureError
-
-if TYPE_CHECKING:
-    from memplan.capturing.patches.attributes import Patches
 
 _COMMUNITY = "kernels-community/"
 _SAME = {

@@ -7,15 +7,18 @@ import logging
 import runpy
 import sys
 import traceback
+import types
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from memplan.capturing.patches.attributes import Patches
+from memplan.capturing.patches.imports import Adapter, ImportWatcher
 from memplan.capturing.standins import (
     compiled_kernels,
     hub_kernels,
@@ -43,14 +46,8 @@ from memplan.capturing.standins.registry import (
     unused,
 )
 from memplan.capturing.standins.rules import running
+from memplan.capturing.state import CaptureState
 from memplan.types.errors import CaptureError, MemplanError, UsageError
-
-if TYPE_CHECKING:
-    import types
-
-    from memplan.capturing.patches.attributes import Patches
-    from memplan.capturing.patches.imports import Adapter, ImportWatcher
-    from memplan.capturing.state import CaptureState
 
 
 def _not_expected(record: logging.LogRecord) -> bool:

@@ -5,19 +5,17 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from memplan.capturing.operators.fake import record_launch
+from memplan.capturing.patches.attributes import Patches
 from memplan.capturing.standins.registry import rule_for_function
 from memplan.capturing.standins.rules import Call, acting, running
-
-if TYPE_CHECKING:
-    from memplan.capturing.patches.attributes import Patches
-    from memplan.capturing.state import CaptureState
+from memplan.capturing.state import CaptureState
 
 _SAID = {
     "triton": "Triton kernels are not run: they allocate nothing, and what they write is not "

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.attention import _registry
 
-if TYPE_CHECKING:
-    from memplan.capturing.patches.attributes import Patches
-    from memplan.capturing.state import CaptureState
-
+from memplan.capturing.patches.attributes import Patches
+from memplan.capturing.state import CaptureState
 
 _FA4 = (
     "flash-attention 4 is counted as the kernels that PyTorch brings: both accumulate the queries' "

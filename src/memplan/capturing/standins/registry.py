@@ -6,22 +6,19 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import torch
 from torch.library import CustomOpDef  # type: ignore[attr-defined]
 
 from memplan.capturing.operators.fake import forget_written
+from memplan.capturing.patches.attributes import Patches
+from memplan.capturing.patches.imports import ImportWatcher
 from memplan.capturing.standins import rules as rules_module
 from memplan.capturing.standins.rule_errors import place_of
 from memplan.capturing.standins.rules import Call, Rule
+from memplan.capturing.state import CaptureState, Handler
 from memplan.types.errors import UsageError
-
-if TYPE_CHECKING:
-    from memplan.capturing.patches.attributes import Patches
-    from memplan.capturing.patches.imports import ImportWatcher
-    from memplan.capturing.state import CaptureState, Handler
-
 
 _PYTORCHS = frozenset({"aten", "prims", "prim", "c10d", "_c10d_functional", "quantized"})
 """Namespaces of operators that are there wherever PyTorch is."""

@@ -5,20 +5,17 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+import types
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memplan.capturing.patches.attributes import Patches
 from memplan.capturing.standins.engine import some_tokens
 from memplan.capturing.standins.finder import StandInFinder, installed
-
-if TYPE_CHECKING:
-    import types
-
-    from memplan.capturing.patches.attributes import Patches
-    from memplan.capturing.state import CaptureState
+from memplan.capturing.state import CaptureState
 
 _FROM_VLLM = {
     "LLM": "vllm",
@@ -89,13 +86,5 @@ def adapt_trl(
         make(*args, **kwargs)
 
     patches.set(rollouts, "__init__", init)
-    patches.set(rollouts, "sync_weights", _in_stage(state, "weight sync", rollouts.sync_weights))
-
-
-def _in_stage(state: CaptureState, name: str, function: Any) -> Any:
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with state.stage(name):
-            return function(*args, **kwargs)
-
-    return call
+    sync = state.stage("weight sync")(rollouts.sync_weights)
+    patches.set(rollouts, "sync_weights", sync)

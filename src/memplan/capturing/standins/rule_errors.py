@@ -6,17 +6,15 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from memplan.capturing.recording.context import shown_path
+from memplan.capturing.state import CaptureState
 from memplan.types.errors import CaptureError, first_line
-
-if TYPE_CHECKING:
-    from memplan.capturing.state import CaptureState
 
 _MEMPLAN = str(Path(__file__).parents[2])
 _DEBUG = "correct the rule (docs/packages.md); MEMPLAN_DEBUG=1 shows the whole traceback"

@@ -17,17 +17,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
 
 from memplan.capturing.standins import rule_errors
+from memplan.capturing.state import CaptureState
 from memplan.types.errors import CaptureError, MemplanError, UsageError
 from memplan.types.trace import Provenance
-
-if TYPE_CHECKING:
-    from memplan.capturing.state import CaptureState
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

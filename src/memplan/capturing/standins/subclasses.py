@@ -6,15 +6,13 @@ a new Python object for what C++ returns, and refuse one that is there already.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from memplan.capturing.fake.plain_class import dress, is_fake
-
-if TYPE_CHECKING:
-    from memplan.capturing.patches.attributes import Patches
-    from memplan.capturing.state import CaptureState
+from memplan.capturing.patches.attributes import Patches
+from memplan.capturing.state import CaptureState
 
 _AS_THEY_ARE = (
     torch.nn.Parameter,

@@ -6,16 +6,14 @@ elements are known or assumed to be.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from memplan.capturing.patches.attributes import Patches
+from memplan.capturing.patches.attributes import Patches
 
 
 @contextmanager

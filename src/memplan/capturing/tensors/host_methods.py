@@ -7,19 +7,16 @@ that are known or assumed, and with addresses that do not overlap.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.capturing.fake.plain_class import is_fake
 from memplan.capturing.operators.data_dependent import MAX_READ_BACK, read_back
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from memplan.capturing.patches.attributes import Patches
-    from memplan.capturing.state import CaptureState
+from memplan.capturing.patches.attributes import Patches
+from memplan.capturing.state import CaptureState
 
 _ADDRESS = "_memplan_address"
 _ALIGNMENT = 512

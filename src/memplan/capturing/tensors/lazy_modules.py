@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import parameter as parameter_module
 
-if TYPE_CHECKING:
-    from memplan.capturing.patches.attributes import Patches
-    from memplan.capturing.state import CaptureState
+from memplan.capturing.patches.attributes import Patches
+from memplan.capturing.state import CaptureState
 
 _DATA = "_memplan_data"
 

@@ -8,19 +8,16 @@ made before the move, tied weights and weak references keep working.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.capturing.fake.plain_class import base_data, is_fake, set_data
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from memplan.capturing.patches.attributes import Patches
-    from memplan.capturing.state import CaptureState
+from memplan.capturing.patches.attributes import Patches
+from memplan.capturing.state import CaptureState
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 

@@ -4,14 +4,13 @@ nothing), and page-locked, for which there is no driver here."""
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-if TYPE_CHECKING:
-    from memplan.capturing.patches.attributes import Patches
-    from memplan.capturing.state import CaptureState
+from memplan.capturing.patches.attributes import Patches
+from memplan.capturing.state import CaptureState
 
 aten = torch.ops.aten
 

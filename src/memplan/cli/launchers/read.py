@@ -109,7 +109,7 @@ def read_launch(program: ScriptTarget, gpus_per_node: int | None = None) -> Laun
 def _reader_of(words: list[str]) -> tuple[Reader | None, list[str]]:
     """The reader of a command's first word, and the words that are for it."""
     if is_assignment(words[0]) and not Path(words[0]).exists():
-        return _read_assignments, words
+        return lambda words, _context: assignments(words), words
     name = Path(words[0]).name
     if words[0] == f"./{name}":
         return None, words[1:]  # a script of that name
@@ -124,10 +124,6 @@ def _reader_of(words: list[str]) -> tuple[Reader | None, list[str]]:
         )
     reader = read_python if PYTHON_NAME.fullmatch(name) else _READERS.get(name)
     return reader, words[1:]
-
-
-def _read_assignments(words: list[str], _context: Context) -> Step:
-    return assignments(words)
 
 
 def _no_script(launcher: str) -> UsageError:

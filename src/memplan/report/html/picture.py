@@ -61,7 +61,7 @@ class Picture:
     ) -> dict[str, str]:
         """Tables by name: `overview` is painted first, `levels` and `blocks` once they are
         unpacked. `room_bytes`: memory that the card of the verdict has for PyTorch."""
-        widths = self._widths()
+        widths = list(dict.fromkeys(max(1, -(-len(self.trace) // count)) for count in LEVELS))
         most = [self._fullest(width) for width in widths]
         levels = self._levels(widths, most)
         blocks = allocator_blocks(self.trace, self.timeline, self._bytes)
@@ -87,10 +87,6 @@ class Picture:
             "levels": pack(later, {}, _GROWING),
             **pictures,
         }
-
-    def _widths(self) -> list[int]:
-        widths = [max(1, -(-len(self.trace) // count)) for count in LEVELS]
-        return list(dict.fromkeys(widths))
 
     def _fullest(self, width: int) -> I64:
         """For each bucket, the event with the most allocated bytes."""

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from memplan.capturing.patches.attributes import Patches
 from memplan.capturing.standins.rules import Call, Rule, running
-
-if TYPE_CHECKING:
-    from memplan.capturing.patches.attributes import Patches
 
 _ROWS_ALWAYS_FUSED, _ROWS_EVER_FUSED = 4, 1536
 _FLOAT = 4

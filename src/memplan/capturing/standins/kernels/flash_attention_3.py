@@ -23,7 +23,7 @@ from memplan.capturing.standins.kernels.flash_attention import (
 from memplan.capturing.standins.rules import Call, Rule
 
 _SOURCE = "flash-attention 3, hopper/flash_api.cpp"
-_FLOAT = _INT = 4
+_INT = 4
 _L2_BYTES = 50 << 20
 _MOST_SPLITS = 128
 _HEADS = (64, 96, 128, 192, 256)

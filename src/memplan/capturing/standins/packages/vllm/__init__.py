@@ -98,17 +98,10 @@ class LLM:
         self._sleep_mode = enable_sleep_mode
         self._asleep: set[str] = set()
         self._on_host: torch.Tensor | None = None
-        large = torch.cuda.get_device_properties(0).total_memory >= _LARGE_CARD
-        sequences = max_num_seqs or (1024 if large else 256)
-        tokens = max_num_batched_tokens or (16384 if large else 8192)
-        in_process = (
-            distributed_executor_backend == "external_launcher"
-            or os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
-        )
-        self._memory = EngineMemory(
-            state, "vllm", pooled=enable_sleep_mode, separate=not in_process
-        )
-        if enable_sleep_mode and in_process:
+        sequences, tokens = _of_a_batch(max_num_seqs, max_num_batched_tokens)
+        separate = _is_separate(distributed_executor_backend)
+        self._memory = EngineMemory(state, "vllm", pooled=enable_sleep_mode, separate=separate)
+        if enable_sleep_mode and not separate:
             used = any(one.sleeps and not one.separate for one in state.engines)
             assert not used, "Sleep mode can only be used for one instance per process."
         short = self._fitting or self._sizes.windowed
@@ -128,7 +121,7 @@ class LLM:
                 layers=self._sizes.layers,
                 least_blocks=1 if short else blocks_for(self._longest),
                 sleeps=enable_sleep_mode,
-                separate=not in_process,
+                separate=separate,
                 begin=len(state.recorder.builder),
             )
             self._start(free, kv_cache_memory_bytes)
@@ -352,6 +345,18 @@ def _dtype(config: Any, asked: Any) -> torch.dtype:
         return stored
     capable = torch.cuda.get_device_capability()[0] >= 8
     return torch.bfloat16 if capable else torch.float16
+
+
+def _of_a_batch(sequences: int | None, tokens: int | None) -> tuple[int, int]:
+    """Sequences and tokens at most, by default those for the card."""
+    large = torch.cuda.get_device_properties(0).total_memory >= _LARGE_CARD
+    return sequences or (1024 if large else 256), tokens or (16384 if large else 8192)
+
+
+def _is_separate(backend: Any) -> bool:
+    """Whether the engine is a process of its own."""
+    in_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
+    return not (in_process or backend == "external_launcher")
 
 
 def _exactly(nbytes: int) -> Sizes:
