@@ -9,7 +9,6 @@ with the first round stays for ever. Sizes and offsets are bytes.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -246,15 +245,72 @@ def find_overlap(lower: I64, upper: I64, offset: I64, size: I64) -> tuple[int, i
     order = np.argsort(times, kind="stable").tolist()
     starts = offset[present].tolist()
     ends = (offset[present] + size[present]).tolist()
-    alive: list[int] = []
+    alive = RankSet(count)
     for event in order:
         row = event % count
-        at = bisect_left(alive, row)
         if event < count:
-            del alive[at]
+            alive.remove(row)
             continue
-        for other in (*alive[at : at + 1], *alive[max(at - 1, 0) : at]):
-            if starts[other] < ends[row] and ends[other] > starts[row]:
+        below, above = alive.neighbours(row)
+        for other in (above, below):
+            if other >= 0 and starts[other] < ends[row] and ends[other] > starts[row]:
                 return int(present[other]), int(present[row])
-        alive.insert(at, row)
+        alive.add(row)
     return None
+
+
+_BITS = 10
+_LOW = (1 << _BITS) - 1
+_BIT = [1 << bit for bit in range(1 << _BITS)]
+
+
+class RankSet:
+    """Some of the numbers below `count`; the neighbours of one are known in a time that hardly
+    grows. As bits: words of 1,024, and in each higher level a bit for every word below that
+    holds any."""
+
+    def __init__(self, count: int) -> None:
+        self._levels: list[list[int]] = []
+        while True:
+            count = (count >> _BITS) + 1
+            self._levels.append([0] * count)
+            if count == 1:
+                break
+
+    def add(self, number: int) -> None:
+        for words in self._levels:
+            word = number >> _BITS
+            words[word] |= _BIT[number & _LOW]
+            number = word
+
+    def remove(self, number: int) -> None:
+        """It must be there."""
+        for words in self._levels:
+            word = number >> _BITS
+            words[word] ^= _BIT[number & _LOW]
+            if words[word]:
+                return
+            number = word
+
+    def neighbours(self, number: int) -> tuple[int, int]:
+        """The greatest member below a number and the least one above; -1 where there is none."""
+        below, above = -1, -1
+        for level, words in enumerate(self._levels):
+            word, bit = number >> _BITS, number & _LOW
+            if below < 0 and (lower := words[word] & (_BIT[bit] - 1)):
+                below = self._descend((word << _BITS) + lower.bit_length() - 1, level, last=True)
+            if above < 0 and (higher := words[word] >> bit >> 1):
+                first = bit + (higher & -higher).bit_length()
+                above = self._descend((word << _BITS) + first, level, last=False)
+            if below >= 0 and above >= 0:
+                break
+            number = word
+        return below, above
+
+    def _descend(self, number: int, level: int, *, last: bool) -> int:
+        """The last or first member below a bit of a level."""
+        for words in reversed(self._levels[:level]):
+            word = words[number]
+            bit = word.bit_length() if last else (word & -word).bit_length()
+            number = (number << _BITS) + bit - 1
+        return number
