@@ -229,9 +229,9 @@ def _lever(lever: Lever) -> Text:
     name = shorten(clean(lever.name), _NAME - 1)
     what = "weight" if lever.kind == "order" else "value"
     values = f"{lever.values} {what}{'s' if lever.values > 1 else ''}" if lever.values else ""
+    saved = format_bytes(lever.saved_bytes) if lever.saved_bytes else ""
     return Text(
-        f"  {lever.kind:<11}{name:<{_NAME}}{values:>14}{format_bytes(lever.saved_bytes):>12}  "
-        f"{percent(lever.added_fraction)}"
+        f"  {lever.kind:<11}{name:<{_NAME}}{values:>14}{saved:>12}  {percent(lever.added_fraction)}"
     )
 
 

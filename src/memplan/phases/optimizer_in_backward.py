@@ -159,7 +159,7 @@ def peak_of_update(trace: Trace) -> tuple[int, int]:
     """The most requested bytes that are alive while an optimizer steps, in the steady step, else
     the last complete one, and as many without the temporaries of that step. Zeros without one."""
     table = find_steps(trace)
-    if not len(table) or table.inferred:
+    if not len(table):
         return 0, 0
     start, stop = table[table.steady if table.steady is not None else len(table) - 1]
     events = trace.events
