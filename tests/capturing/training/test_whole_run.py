@@ -350,6 +350,32 @@ def test_layers_that_are_trained_later_get_their_largest_batch() -> None:
     assert peaks(foretold)[0] == pytest.approx(peaks(complete)[0], rel=0.005)
 
 
+@pytest.mark.parametrize("lengths", [ragged(1), [64] * 8 * BATCHES])
+def test_what_follows_the_last_epoch_is_seen(lengths: list[int]) -> None:
+    def run() -> None:
+        torch.manual_seed(1)
+        loader = DataLoader(Texts(lengths), 8, shuffle=True, collate_fn=padded)
+        scores = DataLoader(Texts(ragged(6, 64)), 64, collate_fn=padded)
+        model = nn.Sequential(nn.Embedding(4000, 16), nn.Linear(16, 40)).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _epoch in range(20):
+            for batch in loader:
+                model(batch.cuda()).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                for batch in scores:
+                    model(batch.cuda())
+        with torch.no_grad():
+            model(torch.zeros(1 << 20, dtype=torch.long, device="cuda"))
+
+    trace = record(run, scan_seconds=LONG_ENOUGH)
+    assert (1 << 20) * 40 * 4 in trace.events.bytes
+    assert not any("does after the training" in note for note in trace.meta.notes)
+    read_ahead = [run.bytes for run in trace.meta.batches if len(run.bytes) == 1]
+    assert len(read_ahead) <= 1, "the evaluation of later epochs is read ahead no more"
+
+
 def test_batches_of_one_size_that_run_different_operators() -> None:
     def run() -> None:
         torch.manual_seed(1)
