@@ -321,6 +321,25 @@ def test_an_evaluation_in_mid_epoch_is_brought_forward() -> None:
         assert true * 0.99 <= found <= true * 1.05
 
 
+def test_an_evaluation_is_brought_forward_behind_a_batch_that_was_looked_at() -> None:
+    """It seems to be fetched ahead, but none is in hand when the loader runs dry."""
+
+    def run() -> None:
+        loader = DataLoader(Texts([64] * 8 * BATCHES), 8, collate_fn=padded)
+        model = nn.Embedding(4000, 16).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        reading = iter(loader)
+        assert next(reading).shape == (8, 64)
+        for number, batch in enumerate(reading, 1):
+            model(batch.cuda()).sum().backward()
+            optimizer.step()
+            if number % 1000 == 0:
+                with torch.no_grad():
+                    model(torch.zeros(1 << 20, dtype=torch.long, device="cuda"))
+
+    assert (1 << 20) * 16 * 4 in record(run, scan_seconds=LONG_ENOUGH).events.bytes
+
+
 def test_a_loop_that_collects_what_it_evaluates() -> None:
     """Each batch leaves memory behind, so none is made up: the loader is read to its end."""
     foretold = record(evaluating(1000, collects=True), scan_seconds=LONG_ENOUGH)

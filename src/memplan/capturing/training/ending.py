@@ -251,8 +251,7 @@ class Ending:
             return
         self._drain()
         self.loops.stepped()
-        if self.whole_run is None or not self.whole_run.fetches_ahead:
-            self._bring_forward()
+        self._bring_forward()
 
     def _bring_forward(self) -> None:
         """Bring forward what the training loop does every so many steps."""
