@@ -261,7 +261,7 @@ class CaptureSession:
             builder = self.state.recorder.builder
             begun, newest = len(builder), builder.newest_storage
             if model:
-                self._model_runs(begun)
+                self._model_runs(module, begun)
             if model or (torch.is_grad_enabled() and self._given_memory(args, kwargs)):
                 context.model_called()
             context.enter_module(module)
@@ -280,7 +280,7 @@ class CaptureSession:
             finally:
                 context.leave_module()
             if not model and builder.newest_storage > newest:
-                self._model_runs(begun)
+                self._model_runs(module, begun)
             return result
 
         def run(thread: threading.Thread) -> None:
@@ -318,13 +318,13 @@ class CaptureSession:
         self.state.recordings.update(memory.recordings())
         return memory
 
-    def _model_runs(self, begun: int) -> None:
+    def _model_runs(self, model: torch.nn.Module, begun: int) -> None:
         """One that no other module called, since event `begun`."""
         training = torch.is_grad_enabled()
         if training:
             self.steps.forward(begun)
             self.repeats.over()
-        self.ending.model_runs(training=training)
+        self.ending.model_runs(model, training=training)
 
     def _may_repeat(self) -> bool:
         """Whether what runs may be an evaluation or a sampler that is not run in full, where nobody

@@ -298,6 +298,97 @@ def test_what_follows_the_last_epoch(tmp_path: Path, loop: str, seen: bool) -> N
     assert not any(said.kind == "ending" for said in trace.meta.assumptions)
 
 
+def test_what_follows_epochs_of_a_loader_that_fetches_ahead(tmp_path: Path) -> None:
+    """As Accelerate's do, to know the last batch when they give it out."""
+    body = f"""
+def ahead(loader):
+    reading = iter(loader)
+    held = next(reading, None)
+    for batch in reading:
+        yield held
+        held = batch
+    if held is not None:
+        yield held
+
+for epoch in range(100):
+    for (batch,) in ahead(loader):
+        forward(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if (epoch + 1) % 10 == 0:
+        with torch.no_grad():
+            forward(torch.randn(1024, 512))
+{ON_ALL}"""
+    trace = run(tmp_path, body)
+    assert 32 * 1024 * 512 * 4 in trace.events.bytes
+    assert _largest(trace, Phase.EVALUATION) >= 1024 * 512 * 4
+
+
+def test_what_follows_epochs_of_loaders_that_are_made_anew(tmp_path: Path) -> None:
+    """As Keras does, each with a dataset of a class of its own."""
+    body = f"""
+def loaded():
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 64
+        def __getitem__(self, number):
+            return (torch.ones(512),)
+    return DataLoader(Rows(), batch_size=4)
+
+for epoch in range(100):
+    for (batch,) in loaded():
+        forward(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+{ON_ALL}"""
+    assert 32 * 1024 * 512 * 4 in run(tmp_path, body).events.bytes
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_follows_epochs_of_a_loader_that_is_none_of_pytorchs(
+    tmp_path: Path, workers: int
+) -> None:
+    """As fastai's, whose iterators are PyTorch's. Its optimizers are not, either."""
+    body = f"""
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, dataloader
+
+class Other:
+    def __init__(self):
+        rows = TensorDataset(torch.randn(4096, 512))
+        self.loader = DataLoader(rows, batch_size=4, num_workers={workers})
+    def __getattr__(self, name):
+        return getattr(self.loader, name)
+    def __iter__(self):
+        if {workers}:
+            return dataloader._MultiProcessingDataLoaderIter(self)
+        return dataloader._SingleProcessDataLoaderIter(self)
+
+other = Other()
+model = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512)).cuda()
+model[0].requires_grad_(False)
+
+def fit(epochs):
+    for epoch in range(epochs):
+        for (batch,) in other:
+            model(batch.cuda()).square().mean().backward()
+            with torch.no_grad():
+                for one in model.parameters():
+                    if one.grad is not None:
+                        one -= 0.1 * one.grad
+                        one.grad = None
+
+fit(50)
+model.requires_grad_(True)
+fit(50)
+{ON_ALL}"""
+    trace = run(tmp_path, body, head="")
+    assert 32 * 1024 * 512 * 4 in trace.events.bytes
+    grown = trace.events.bytes[trace.events.phase == Phase.BACKWARD].tolist()
+    assert grown.count(512 * 1024 * 4) >= 3 + 2 * 3, "the second training, of more layers"
+
+
 def test_an_evaluation_tried_before_the_training_is_no_training(tmp_path: Path) -> None:
     """As Lightning does: it has its batches in all later epochs."""
     body = f"""

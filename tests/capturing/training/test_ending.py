@@ -309,7 +309,7 @@ for step in range(1000):
     trace = run(tmp_path, body.format(every=6))
     assert trace.meta.optimizer_steps == 15 and not trace.meta.assumptions
     trace = run(tmp_path, body.format(every=100))
-    assert [item.kind for item in trace.meta.assumptions] == ["optimizer"]
+    assert {item.kind for item in trace.meta.assumptions} == {"optimizer"}
 
 
 def test_checkpointed_blocks_are_no_micro_batches(tmp_path: Path) -> None:

@@ -321,6 +321,25 @@ def test_an_evaluation_in_mid_epoch_is_brought_forward() -> None:
         assert true * 0.99 <= found <= true * 1.05
 
 
+def test_an_evaluation_is_brought_forward_behind_a_batch_that_was_looked_at() -> None:
+    """It seems to be fetched ahead, but none is in hand when the loader runs dry."""
+
+    def run() -> None:
+        loader = DataLoader(Texts([64] * 8 * BATCHES), 8, collate_fn=padded)
+        model = nn.Embedding(4000, 16).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        reading = iter(loader)
+        assert next(reading).shape == (8, 64)
+        for number, batch in enumerate(reading, 1):
+            model(batch.cuda()).sum().backward()
+            optimizer.step()
+            if number % 1000 == 0:
+                with torch.no_grad():
+                    model(torch.zeros(1 << 20, dtype=torch.long, device="cuda"))
+
+    assert (1 << 20) * 16 * 4 in record(run, scan_seconds=LONG_ENOUGH).events.bytes
+
+
 def test_a_loop_that_collects_what_it_evaluates() -> None:
     """Each batch leaves memory behind, so none is made up: the loader is read to its end."""
     foretold = record(evaluating(1000, collects=True), scan_seconds=LONG_ENOUGH)
@@ -348,6 +367,32 @@ def test_layers_that_are_trained_later_get_their_largest_batch() -> None:
     # In the order that the job will have: the first epoch drew from the generator to its end.
     assert peaks(foretold)[1:] == peaks(complete)[1:]
     assert peaks(foretold)[0] == pytest.approx(peaks(complete)[0], rel=0.005)
+
+
+@pytest.mark.parametrize("lengths", [ragged(1), [64] * 8 * BATCHES])
+def test_what_follows_the_last_epoch_is_seen(lengths: list[int]) -> None:
+    def run() -> None:
+        torch.manual_seed(1)
+        loader = DataLoader(Texts(lengths), 8, shuffle=True, collate_fn=padded)
+        scores = DataLoader(Texts(ragged(6, 64)), 64, collate_fn=padded)
+        model = nn.Sequential(nn.Embedding(4000, 16), nn.Linear(16, 40)).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _epoch in range(20):
+            for batch in loader:
+                model(batch.cuda()).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                for batch in scores:
+                    model(batch.cuda())
+        with torch.no_grad():
+            model(torch.zeros(1 << 20, dtype=torch.long, device="cuda"))
+
+    trace = record(run, scan_seconds=LONG_ENOUGH)
+    assert (1 << 20) * 40 * 4 in trace.events.bytes
+    assert not any("does after the training" in note for note in trace.meta.notes)
+    read_ahead = [run.bytes for run in trace.meta.batches if len(run.bytes) == 1]
+    assert len(read_ahead) <= 1, "the evaluation of later epochs is read ahead no more"
 
 
 def test_batches_of_one_size_that_run_different_operators() -> None:

@@ -47,7 +47,7 @@ from memplan.capturing.standins.finder import PACKAGES, without_triton
 from memplan.capturing.standins.registry import RuledOperator
 from memplan.capturing.standins.rules import Rule
 from memplan.capturing.state import CaptureState
-from memplan.capturing.training import plain_loops
+from memplan.capturing.training import periods, plain_loops
 from memplan.types.errors import MemplanError, first_line
 from memplan.types.trace import Provenance
 
@@ -137,7 +137,8 @@ def install(stack: ExitStack, patches: Patches, of_capture: Patches, state: Capt
             yield
 
     patches.set(proxy_tensor, "unset_fake_temporarily", real_on_host)
-    traced = f"{re.escape(f'{PACKAGES}/')}|{re.escape(plain_loops.__file__)}"
+    files = f"{PACKAGES}/", plain_loops.__file__, periods.__file__
+    traced = "|".join(map(re.escape, files))
     ours = f"^(?!{traced}){re.escape(_CAPTURE)}|^{re.escape(_TRACES)}"
     pattern = f"{trace_rules.SKIP_DIRS_RE.pattern}|{ours}"
     patches.set(trace_rules, "SKIP_DIRS", [*trace_rules.SKIP_DIRS, _CAPTURE, _TRACES])

@@ -84,12 +84,19 @@ def _is_ahead(tested: ast.expr, counters: set[str], frame: FrameType) -> bool:
         return False
     right = tested.comparators[0] if isinstance(tested, ast.Compare) else tested.right
     for one, other in permutations((tested.left, right)):
-        if isinstance(one, _COUNTERS) and ast.unparse(one) in counters:
+        if _counts(one, counters):
             now, then = (
                 _computed(side, {**frame.f_globals, **frame.f_locals}) for side in (one, other)
             )
             return isinstance(now, int) and isinstance(then, int) and then > now + 1
     return False
+
+
+def _counts(side: ast.expr, counters: set[str]) -> bool:
+    """Whether it is a counter, or a sum or difference with one: `step - last`."""
+    if isinstance(side, ast.BinOp) and isinstance(side.op, ast.Add | ast.Sub):
+        return _counts(side.left, counters) or _counts(side.right, counters)
+    return isinstance(side, _COUNTERS) and ast.unparse(side) in counters
 
 
 def _by_counter(frame: FrameType) -> dict[str, list[ast.If]]:

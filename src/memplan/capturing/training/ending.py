@@ -21,6 +21,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
+import torch
 from torch.utils.data import dataloader
 
 from memplan.capturing.enough import EnoughSeen
@@ -33,6 +34,8 @@ from memplan.capturing.training.host_draws import HostDraws
 from memplan.capturing.training.input_time import InputTimes
 from memplan.capturing.training.later_epochs import LaterEpochs
 from memplan.capturing.training.left_behind import LeftBehind
+from memplan.capturing.training.needs import MORE, Needs
+from memplan.capturing.training.periods import Periods
 from memplan.capturing.training.plain_loops import PlainLoops
 from memplan.capturing.training.readers import expects_no_end
 from memplan.capturing.training.step_batches import StepBatches
@@ -49,8 +52,6 @@ Accelerate's loaders fetch one batch ahead, so that they know the last one when 
 _FORWARDS_AHEAD = 8
 """The same for forward passes where no step is completed, each with as many calls of modules as one
 that a backward pass follows."""
-_MORE = 1 << 20
-"""A training that needs so many bytes more is followed, too."""
 _MOST_TRAININGS = 8
 
 
@@ -66,6 +67,7 @@ class Ending:
         self.draining = False
         self.later = LaterEpochs()
         self.loops = PlainLoops()
+        self._periods = Periods(lambda: state.recorder.builder.step)
         self._waits = Waits()
         self._reading: weakref.WeakSet[Any] = weakref.WeakSet()
         self._last: weakref.ref[Any] | None = None
@@ -74,15 +76,10 @@ class Ending:
         self._deadline: Deadline | None = None
         self._dry: weakref.WeakSet[Any] = weakref.WeakSet()
         self._left = LeftBehind(state)
-        self._most = (0, 0)
-        """Bytes when a backward pass began, before the loaders ran dry: in all, and those that the
-        forward passes since the last one had added."""
+        self.needs = Needs(state.recorder)
         self._calls, self._most_calls = 0, 1
         """Modules that the script itself called since a backward pass, and before most of them."""
-        self._forward_from: int | None = None
-        """Bytes when these forward passes began."""
-        self._trainings = 1
-        self._sizes = BatchSizes()
+        self._trainings, self._sizes = 1, BatchSizes()
         self._conditions: list[str] = []
         """What the loop around the step will decide otherwise in later steps."""
         self.another_training: Callable[[], None] = lambda: None
@@ -91,8 +88,6 @@ class Ending:
         """Bytes when a loader was first opened for a training."""
         self.optimizer_is_new: Callable[[], bool] = lambda: False
         """Whether an optimizer has yet to step."""
-        self.optimizer_grows: Callable[[], int] = lambda: 0
-        """Bytes of parameters that an optimizer trains now beyond those that any has trained."""
         self._nothing_seen()
 
     def _nothing_seen(self) -> None:
@@ -109,12 +104,23 @@ class Ending:
         self._install_in_iterators(patches)
         observer.on_backward(self._before_backward)
         self.loops.install(patches)
+        self._periods.install(patches)
 
     def _install_in_iterators(self, patches: Patches) -> None:
         iterator = dataloader._BaseDataLoaderIter
+        real_init: Any = iterator.__init__
         real_next = iterator.__next__
         real_index: Any = iterator._next_index
         real_reset = iterator._reset
+
+        @functools.wraps(real_init)
+        def init(reading: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+            real_init(reading, loader, *args, **kwargs)
+            if not isinstance(loader, dataloader.DataLoader):  # fastai's is a class of its own
+                if self._skips(loader):
+                    self._dry.add(reading)
+                self.later.opened(loader, reading)
+                self.loops.opened(reading)
 
         def next_batch(reading: Any) -> Any:
             try:
@@ -146,11 +152,13 @@ class Ending:
             self.step_batches.asked(reading, indices)
             return indices
 
-        def reset(reading: Any, *args: Any, **kwargs: Any) -> None:
+        def reset(reading: Any, loader: Any, first_iter: bool = False) -> None:
             # Another epoch of an iterator whose workers persist: as if it were another iterator.
-            self._forget(reading)
-            real_reset(reading, *args, **kwargs)
+            if not first_iter:
+                self._forget(reading)
+            real_reset(reading, loader, first_iter)
 
+        patches.set(iterator, "__init__", init)
         patches.set(iterator, "__next__", next_batch)
         patches.set(iterator, "_next_index", next_index)
         patches.set(iterator, "_reset", reset)
@@ -165,28 +173,25 @@ class Ending:
             real_init(loader, *args, **kwargs)
             self._sizes.made(loader)
 
-        def first_batch(loader: Any) -> Any:
-            return real_next(real_iter(loader))
-
         @functools.wraps(real_iter)
         def read(loader: Any) -> Any:
             self._sizes.read(loader)
-            if self.whole_run is not None:
-                iterator = self.whole_run.opened(loader, real_iter)
-            elif not self._trains_on_top() and self._skips(loader, first_batch):
+            if self._skips(loader, lambda it: real_next(real_iter(it))):
                 return iter(())
+            if self.whole_run is not None and not self.later.repeats(loader):
+                iterator = self.whole_run.opened(loader, real_iter)
             else:
                 iterator = real_iter(loader)
-                self.later.opened(loader, iterator)
+            self.later.opened(loader, iterator)
             self.loops.opened(iterator)
             return iterator
 
         patches.set(dataloader.DataLoader, "__init__", init)
         patches.set(dataloader.DataLoader, "__iter__", read)
 
-    def _skips(self, loader: Any, first_batch: Callable[[Any], Any]) -> bool:
+    def _skips(self, loader: Any, first_batch: Callable[[Any], Any] = iter) -> bool:
         """Whether it is of epochs to come. A loop of them without an end is told to end."""
-        if not self.later.skips(loader, first_batch):
+        if self._trains_on_top() or not self.later.skips(loader, first_batch):
             return False
         if self.later.are_endless and self.loops.used:
             self.later.end()  # the loop's turn needs batches
@@ -201,11 +206,11 @@ class Ending:
         alive = self.state.recorder.live_bytes
         if self._begun_with is None:
             self._begun_with = alive
-        if self.optimizer_is_new() and alive > self._begun_with + _MORE and self.later.begun:
+        if self.optimizer_is_new() and alive > self._begun_with + MORE and self.later.begun:
             self._begun_with = alive
             self._steps_left, self._forwards_left = _BATCHES_AFTER, _FORWARDS_AHEAD
             return True
-        return self.optimizer_grows() > _MORE
+        return self.needs.will_be_more
 
     def look_ahead(self, steps: int, *, last: bool) -> None:
         """To be called after so many steps. With the last of the steps that differ from others,
@@ -225,7 +230,7 @@ class Ending:
             if not self.draining:
                 self._drain()
                 self._allow(loader)
-            if self._left.before(loader) < _MORE and not expects_no_end():
+            if self._left.before(loader) < MORE and not expects_no_end():
                 raise
             raise LookupError from None  # see `_allow`
         if self.draining:
@@ -246,13 +251,12 @@ class Ending:
             return
         self._drain()
         self.loops.stepped()
-        if self.whole_run is None or not self.whole_run.fetches_ahead:
-            self._bring_forward()
+        self._bring_forward()
 
     def _bring_forward(self) -> None:
         """Bring forward what the training loop does every so many steps."""
         if not self._brought:
-            self._brought = True
+            self._brought = self._periods.due = True
             self._conditions = later_conditions(sys._getframe(1))
             bring_forward(sys._getframe(1))
 
@@ -264,13 +268,12 @@ class Ending:
         self.state.on_real_op = self._watch_time
         self._waits.look(self._watch_time, _SECONDS_AFTER)
 
-    def model_runs(self, *, training: bool) -> None:
+    def model_runs(self, model: torch.nn.Module, *, training: bool) -> None:
         """To be called for a root module that allocates on the device or has memory there."""
         self.step_batches.model_runs(training=training)
         self._calls += training
-        if training and self._forward_from is None:
-            self.state.recorder.flush()
-            self._forward_from = self.state.recorder.live_bytes
+        if training:
+            self.needs.forward(model)
         if not self.draining:
             return
         self.loops.leave()
@@ -290,21 +293,18 @@ class Ending:
         step = self.state.recorder.builder.step
         self.step_batches.backward(step, self.state.copies_from_host)
         self.loops.backward(step)
-        alive = self.state.recorder.live_bytes
-        begun = alive if self._forward_from is None else self._forward_from
-        self._forward_from = None
-        held = alive, alive - begun
+        self.needs.backward()
         if not self.draining:
             self._most_calls, self._calls = max(self._most_calls, self._calls), 0
-            self._most = max(self._most[0], held[0]), max(self._most[1], held[1])
+            self.needs.note()
         elif self.loops.used:
             self.loops.leave()
-            if self.loops.passed and self._is_more(held):
+            if self.loops.passed and self.needs.are_more:
                 self._train_on()
             elif not self.loops.trains_again():
                 self.stop()
             self._forwards_left = _FORWARDS_AHEAD
-        elif self._opened_another and self._is_more(held):
+        elif self._opened_another and self.needs.are_more:
             self._train_on()
         elif self._opened_another and not self._evaluated:
             self._train_no_more()
@@ -313,7 +313,7 @@ class Ending:
     def _reads_on(self) -> bool:
         """Whether it trains on in a loop with an endless reader, which is told to end."""
         reads_on = self.loops.end_reading()
-        if reads_on and self.whole_run is not None:
+        if reads_on and self.whole_run:
             self.whole_run.trains()
         return reads_on
 
@@ -321,17 +321,15 @@ class Ending:
         """Another epoch has begun, like those before: let the script go through the rest."""
         if self._reads_on():
             return
-        if self.whole_run is not None or not self._opened_another:
+        if not self._opened_another:
             self.stop()
         if not self.later.begun:
             self.later.begin()
+            if self.whole_run is not None:
+                self.whole_run.trains()  # what it gives to compare needs no more
             self._dry.update(self._batches)
-            self._steps_left, self._forwards_left = _STEPS_AHEAD, _FORWARDS_AHEAD
-
-    def _is_more(self, held: tuple[int, int]) -> bool:
-        """Whether this training needs more memory than those before, or will with its state."""
-        more = any(now > most + _MORE for now, most in zip(held, self._most, strict=True))
-        return more or self.optimizer_grows() > _MORE
+            # The step of this backward pass has yet to come.
+            self._steps_left, self._forwards_left = 1 + _STEPS_AHEAD, _FORWARDS_AHEAD
 
     def _train_on(self) -> None:
         """Follow a training that needs more memory than what was seen until its end."""
@@ -344,6 +342,7 @@ class Ending:
             self.stop()
         self._trainings += 1
         self.loops.go_on()
+        self._periods.due = False
         self.draining = self.state.answers.finishing = False
         if self.whole_run is not None:
             self.whole_run.trains()
@@ -400,9 +399,9 @@ class Ending:
             self._opened_another = True
             self._batches[loader] = self._batches.get(loader, 0) + 1
             kept = self._left.before(loader)
-            if kept >= _MORE and self._batches[loader] > _BATCHES_AFTER:
+            if kept >= MORE and self._batches[loader] > _BATCHES_AFTER:
                 self._left.note(kept, self._batches[loader] - 1)
-            if kept >= _MORE or self._batches[loader] <= _BATCHES_AFTER:
+            if kept >= MORE or self._batches[loader] <= _BATCHES_AFTER:
                 return
         if not expects_no_end():
             raise StopIteration
@@ -434,7 +433,7 @@ class Ending:
         """Notes about loaders that were read ahead, and about one that was not read but has batches
         larger than all seen."""
         ahead = [*self.whole_run.notes] if self.whole_run is not None else []
-        if several := ", ".join(dict.fromkeys(self._conditions)):
+        if several := ", ".join(dict.fromkeys((*self._conditions, *self._periods.unseen()))):
             ahead.append(f"later steps may do other things, which were not seen: {several}")
         return [*ahead, *self._sizes.notes()]
 

@@ -42,10 +42,17 @@ class LaterEpochs:
         self._looks = Deadline(_SECONDS_OF_LOOKS, cpu_time=True)
         self._opened: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         """How often each loader was opened, where it was read twice at first."""
+        self._read: set[tuple[_Origin, int]] = set()
+        """Where loaders were opened, and of which data."""
 
     def opened(self, loader: Any, iterator: Any) -> None:
-        self._origins[iterator] = _origin(loader)
+        self._origins[iterator] = origin = _origin(loader)
         self._opened[loader] = 2
+        self._read.add((origin, id(loader.dataset)))
+
+    def repeats(self, loader: Any) -> bool:
+        """Whether a loader like this one was opened here in an earlier epoch."""
+        return self.begun and (_origin(loader), id(loader.dataset)) in self._read
 
     def gave(self, iterator: Any, batch: Any, step: int) -> None:
         origin = self._origins.get(iterator)
@@ -109,4 +116,6 @@ def _origin(loader: Any) -> _Origin:
     with suppress(Exception):  # of a stream, or whatever the job's own data raise
         samples = len(loader.dataset)
     place = frame.f_code.co_filename, frame.f_lineno
-    return *place, type(loader.dataset), samples, loader.batch_size
+    kind = type(loader.dataset)  # perhaps a class that each call defines anew
+    batch_size = getattr(loader, "batch_size", None)
+    return *place, kind.__module__, kind.__qualname__, samples, batch_size

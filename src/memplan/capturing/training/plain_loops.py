@@ -28,6 +28,8 @@ from typing import Any
 import torch
 
 from memplan.capturing.patches.attributes import Patches
+from memplan.capturing.training.periods import REMAINDER, remainder, with_remainders
+from memplan.capturing.training.syntax import expression, statement
 from memplan.types.installed import is_installed
 
 _TURNS = "__memplan_turns__"
@@ -199,7 +201,7 @@ class PlainLoops:
         ) -> CodeType:
             if isinstance(data, bytes) and not is_installed(path):
                 with suppress(RecursionError):  # it nests deeper than Python here can walk
-                    tree = with_turns(ast.parse(data, path))
+                    tree = with_turns(ast.parse(data, path), path)
                     return real_compile(loader, tree, path, *args, **kwargs)  # type: ignore[no-any-return]
             return real_compile(loader, data, path, *args, **kwargs)  # type: ignore[no-any-return]
 
@@ -323,8 +325,10 @@ class PlainLoops:
         return one.place in self._trainings or self._step - first >= _STEPS_OF_A_TRAINING
 
 
-def with_turns(tree: ast.Module) -> ast.Module:
-    """A module in which loops that may train ask before each turn whether it is to come."""
+def with_turns(tree: ast.Module, path: str) -> ast.Module:
+    """A module in which loops that may train ask before each turn whether it is to come, and
+    conditions on a remainder whether they are to hold."""
+    divides = with_remainders(tree, path)
     functions = [
         node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
@@ -347,14 +351,14 @@ def with_turns(tree: ast.Module) -> ast.Module:
             return node  # type: ignore[no-any-return]
         parts = max((len(one.elts) for one in targets if isinstance(one, ast.Tuple)), default=0)
         name = f"{_UNSEEN[:-2]}{next(numbers)}__"  # which no class takes for a field
-        around = _statement(f"with {_TRAINING}(): {name} = 0", node)
-        around.body[0].value, node.value = node.value, _expression(name, node.value)
+        around = statement(f"with {_TRAINING}(): {name} = 0", node)
+        around.body[0].value, node.value = node.value, expression(name, node.value)
         changed.append(node)
         return [
-            _statement(f"{name} = {_UNSEEN}({parts})", node),
+            statement(f"{name} = {_UNSEEN}({parts})", node),
             around,
             node,
-            _statement(f"del {name}", node),
+            statement(f"del {name}", node),
         ]
 
     class WithTurns(ast.NodeTransformer):
@@ -370,7 +374,7 @@ def with_turns(tree: ast.Module) -> ast.Module:
             self.generic_visit(node)
             if not isinstance(node.value, ast.Call) or not of_another_file(node.value):
                 return node
-            around = _statement(f"with {_TRAINING}(): 0", node)
+            around = statement(f"with {_TRAINING}(): 0", node)
             around.body = [node]
             changed.append(node)
             return around  # type: ignore[no-any-return]
@@ -387,7 +391,7 @@ def with_turns(tree: ast.Module) -> ast.Module:
         def visit_For(self, node: ast.For) -> ast.AST:
             self.generic_visit(node)
             if any(map(may_train, _called(*node.body))):
-                asks = _expression(f"{_TURNS}(0)", node.iter)
+                asks = expression(f"{_TURNS}(0)", node.iter)
                 asks.args[0], node.iter = node.iter, asks
                 changed.append(node)
             return node
@@ -397,42 +401,30 @@ def with_turns(tree: ast.Module) -> ast.Module:
             if not any(map(may_train, _called(*node.body))):
                 return node
             name = f"{_TURNS}{next(numbers)}"
-            asks = _expression(f"0 and ({name} is None or {name}.comes())", node.test)
+            asks = expression(f"0 and ({name} is None or {name}.comes())", node.test)
             asks.values[0], node.test = node.test, asks
             changed.append(node)
             return [
-                _statement(f"{name} = {_TURNS}(None)", node),
+                statement(f"{name} = {_TURNS}(None)", node),
                 node,
-                _statement(f"{name} = None", node),
+                statement(f"{name} = None", node),
             ]
 
     numbers, changed = itertools.count(1), list[ast.AST]()
     WithTurns().visit(tree)
-    if changed:
+    if changed or divides:
         place = next((n for n, one in enumerate(tree.body) if not _comes_first(one)), 0)
-        named = (turns, _TURNS), (training, _TRAINING), (unseen, _UNSEEN)
+        named = [(turns, _TURNS), (training, _TRAINING), (unseen, _UNSEEN), (remainder, REMAINDER)]
         names = ", ".join(f"{one.__name__} as {name}" for one, name in named)
         line = f"from {__name__} import {names}"
-        tree.body.insert(place, _statement(line, tree.body[place]))
+        tree.body.insert(place, statement(line, tree.body[place]))
     return tree
 
 
-def _comes_first(statement: ast.stmt) -> bool:
+def _comes_first(node: ast.stmt) -> bool:
     """Whether it is a module's docstring, or imports from `__future__`."""
-    of_future = isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
-    return of_future or isinstance(statement, ast.Expr)
-
-
-def _statement(text: str, place: ast.AST) -> Any:
-    """Syntax as if it stood at another node's place."""
-    (parsed,) = ast.parse(text).body
-    for node in ast.walk(parsed):
-        ast.copy_location(node, place)
-    return parsed
-
-
-def _expression(text: str, place: ast.AST) -> Any:
-    return _statement(text, place).value
+    of_future = isinstance(node, ast.ImportFrom) and node.module == "__future__"
+    return of_future or isinstance(node, ast.Expr)
 
 
 def _called(*nodes: ast.AST) -> set[str]:

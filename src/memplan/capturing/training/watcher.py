@@ -88,7 +88,7 @@ class StepWatcher:
         """Steps of the trainings before this one."""
         if ending is not None:
             ending.another_training = self._another_training
-            ending.optimizer_grows = self._optimizer_grows
+            ending.needs.optimizer_grows = self._optimizer_grows
             ending.optimizer_is_new = lambda: any(one not in self._stepped for one in self._made)
 
     def _another_training(self) -> None:
