@@ -106,6 +106,7 @@ def trained(train: Train, rank: int, *, views: bool) -> tuple[list[Tensor], list
     kept: list[Any] = []
     with GradViews(said.append) if views else nullcontext():
         model, _ = parallel("ddp", 2)
+        assert not model.gradient_as_bucket_view, "copies would have it, and nothing follows them"
         optimizer = torch.optim.AdamW(model.parameters(), 0.01)
         torch.manual_seed(1 + rank)
         try:
@@ -146,6 +147,12 @@ def test_the_same_bits(train: Train, found: list[dict[str, Any]]) -> None:
 def test_what_would_change_a_number_ends_the_job(train: Train, found: list[dict[str, Any]]) -> None:
     for of_rank in found:
         assert REFUSED[train] in of_rank[train.__name__][2]
+
+
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_a_gradient_that_no_rank_adds_to(option: str) -> None:
+    """It stays as it is in each rank, and would be averaged as a view."""
+    assert grad_views._why_not({option: True}) == "some parameters may be unused in a pass"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ memory."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -98,6 +99,40 @@ def test_a_gradient_that_is_laid_out_differently(updates: list[int]) -> None:
             job.optimizer.step()
     assert "laid out in another way" in jobs[0].said[0]
     assert same(*jobs) and updates == [2, 0, 2]
+
+
+def test_weights_that_share_memory(updates: list[int]) -> None:
+    """As `head.weight.data = embedding.weight.data` makes them: each is decayed before either is
+    updated."""
+    found: list[Tensor] = []
+    said: list[str] = []
+    for lever in (None, StepInBuckets(said.append)):
+        weights = [nn.Parameter(torch.linspace(-1, 1, 5_000)) for _ in range(2)]
+        weights[1].data = weights[0].data
+        optimizer = optim.SGD(weights, 0.1, weight_decay=0.1, foreach=True)
+        for weight in weights:
+            weight.grad = torch.linspace(0, 1, 5_000)
+        with lever or nullcontext():
+            optimizer.step()
+        found.append(weights[0].detach())
+    assert "parameters share memory" in said[0] and not updates
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_16_bits_on_the_cpu(dtype: torch.dtype, updates: list[int]) -> None:
+    """There the last elements of a range are rounded in another way."""
+    found: list[Tensor] = []
+    for lever in (None, StepInBuckets()):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(9_100).to(dtype))
+        optimizer = optim.SGD([weight], 0.1, momentum=0.9, weight_decay=0.1)
+        with lever or nullcontext():
+            for _ in range(5):
+                weight.grad = torch.randn(9_100).to(dtype)
+                optimizer.step()
+        found.append(weight.detach())
+    assert torch.equal(*found) and updates == [1] * 5
 
 
 def test_a_closure(updates: list[int]) -> None:

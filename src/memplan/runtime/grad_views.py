@@ -68,6 +68,7 @@ class GradViews:
             reason = "they are views already" if already else _why_not(given.arguments)
             given.arguments[_OPTION] = already or not reason
             real(*given.args, **given.kwargs)
+            setattr(module, _OPTION, already)  # of its copies and pickles, which nothing follows
             if reason:
                 self._on_note(f"gradients are not made views of DDP's buckets: {reason}")
             else:
@@ -97,8 +98,11 @@ class GradViews:
 
 
 def _why_not(given: dict[str, Any]) -> str:
-    """Why numbers could differ: sums over ranks are divided by their number before or after they
-    are rounded, which is the same for powers of two."""
+    """Why numbers could differ: a gradient that no rank adds to is averaged only where it is a
+    view; and sums over ranks are divided by their number before or after they are rounded, which is
+    the same for powers of two."""
+    if given.get("find_unused_parameters") or given.get("static_graph"):
+        return "some parameters may be unused in a pass"
     group = given.get("process_group")
     mesh = given.get("device_mesh")
     ranks = torch.distributed.get_world_size(group if mesh is None else mesh.get_group())

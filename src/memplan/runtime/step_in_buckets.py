@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from memplan.runtime.instead_of_step import InsteadOfStep, closures_of
 from memplan.runtime.one_update import update
-from memplan.runtime.optimizer_in_backward.one_parameter import why_not
+from memplan.runtime.optimizer_in_backward.one_parameter import share_memory, why_not
 from memplan.runtime.shards import part_of
 from memplan.runtime.update_by_pieces import in_place, is_regular, on_device, update_by_pieces
 
@@ -51,7 +51,7 @@ class StepInBuckets(InsteadOfStep):
         if optimizer in self._whole or torch.compiler.is_compiling() or group.get("fused"):
             return
         for bucket in _buckets([one for one in group["params"] if one.grad is not None]):
-            if part_of(bucket[0]).numel() > ELEMENTS:
+            if _goes_by_pieces(bucket[0]):
                 pass_through, new = in_place(ELEMENTS), on_device(bucket[0])
                 update_by_pieces(optimizer, group, bucket[0], pass_through, ELEMENTS, new)
             else:
@@ -66,9 +66,17 @@ class StepInBuckets(InsteadOfStep):
 def _irregular(optimizer: Optimizer) -> str:
     """Foreach operators take another way, perhaps with other bits, for the whole list in which one
     tensor is laid out differently."""
-    parameters = (one for group in optimizer.param_groups for one in group["params"])
-    regular = all(one.grad is None or is_regular(optimizer, one) for one in parameters)
-    return "" if regular else "a gradient or state is laid out in another way than its parameter"
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    if not all(one.grad is None or is_regular(optimizer, one) for one in parameters):
+        return "a gradient or state is laid out in another way than its parameter"
+    return "parameters share memory" if share_memory(parameters) else ""
+
+
+def _goes_by_pieces(parameter: Tensor) -> bool:
+    """On the CPU the last elements of a range of 16-bit numbers are rounded in another way, so
+    that bits would depend on where it is cut."""
+    rounds = parameter.is_cpu and parameter.itemsize == 2
+    return part_of(parameter).numel() > ELEMENTS and not rounds
 
 
 def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
