@@ -90,6 +90,14 @@ def hooked(model: Any, optimizer: torch.optim.Optimizer, kept: list[Any]) -> Non
     plainly(model, optimizer, kept)
 
 
+def reading(model: Any, optimizer: torch.optim.Optimizer, kept: list[Any]) -> None:
+    def hook(*_: Any) -> None:
+        kept.extend(float(one.grad.norm()) for one in model.parameters() if one.grad is not None)
+
+    next(model.parameters()).register_hook(hook)
+    plainly(model, optimizer, kept)
+
+
 SAME: list[Train] = [plainly, accumulating, zeroing]
 REFUSED: dict[Train, str] = {
     keeping: "kept over the next one",
@@ -97,6 +105,7 @@ REFUSED: dict[Train, str] = {
     keeping_the_first: "kept over the next one",
     putting_others: "other memory",
     hooked: "a hook waits",
+    reading: "is read in the backward pass",
 }
 
 
@@ -113,7 +122,7 @@ def trained(train: Train, rank: int, *, views: bool) -> tuple[list[Tensor], list
             train(model, optimizer, kept)
         except GradViewsError as error:
             said.append(error.message)
-        loss(model)  # after an error the model is usable
+        loss(model.get_submodule("module"))  # after an error the model is usable
         gradients = [one.grad for one in model.parameters() if one.grad is not None]
     shared = len({one.untyped_storage()._cdata for one in gradients}) == 1
     return [one.detach() for one in model.parameters()], kept, shared, "; ".join(said)

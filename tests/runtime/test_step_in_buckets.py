@@ -12,6 +12,7 @@ from torch import Tensor, nn, optim
 
 import memplan.runtime.step_in_buckets as step_in_buckets
 import memplan.runtime.update_by_pieces as update_by_pieces
+from memplan.capturing.patches.job_observer import JobObserver
 from memplan.phases.optimizer_in_backward import peak_of_update
 from memplan.runtime import one_update
 from memplan.runtime.in_effect import plan_in_effect
@@ -133,6 +134,19 @@ def test_weights_of_16_bits_on_the_cpu(dtype: torch.dtype, updates: list[int]) -
                 optimizer.step()
         found.append(weight.detach())
     assert torch.equal(*found) and updates == [1] * 5
+
+
+def test_a_compiled_step_is_left_whole(updates: list[int]) -> None:
+    """Its arithmetic is the compiler's, also where a hook ends a graph."""
+    job, observer = in_buckets(OPTIMIZERS["adamw"]), JobObserver()
+    observer.on_steps(lambda _: torch._dynamo.graph_break())
+    assert job.lever is not None
+    with job.lever:
+        for one in job.model.parameters():
+            one.grad = torch.ones_like(one)
+        torch.compile(job.optimizer.step, backend="eager")()
+    observer.close()
+    assert not updates and len(job.optimizer.state) == 5
 
 
 def test_a_closure(updates: list[int]) -> None:

@@ -13,7 +13,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -91,10 +91,35 @@ class GradViews:
             _check(one)
             one.views.clear()
         try:
-            yield
+            with _unread(id(each) for one in self._followed.values() for each in one.parameters):
+                yield
         finally:
             for one in self._followed.values():
                 one.views.extend(_view(each) for each in one.parameters if each.grad is not None)
+
+
+@contextmanager
+def _unread(parameters: Iterable[int]) -> Iterator[None]:
+    """Within it GradViewsError is raised where Python code, such as a hook, reads the gradient of
+    one of the parameters: it may be divided already, and summed."""
+    known = frozenset(parameters)
+    real: Any = Tensor.grad
+
+    def grad(tensor: Tensor) -> Tensor | None:
+        found: Tensor | None = real.__get__(tensor)
+        if found is not None and id(tensor) in known:
+            raise _error("a gradient is read in the backward pass")
+        return found
+
+    if not known:
+        yield
+        return
+    patches = Patches()
+    patches.set(nn.Parameter, "grad", property(grad, real.__set__, real.__delete__), new=True)
+    try:
+        yield
+    finally:
+        patches.undo()
 
 
 def _why_not(given: dict[str, Any]) -> str:

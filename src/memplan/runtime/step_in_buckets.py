@@ -26,6 +26,9 @@ ELEMENTS = 2**24
 launch."""
 
 
+_DYNAMO = torch._C._dynamo.eval_frame
+
+
 class StepInBuckets(InsteadOfStep):
     """A context manager for every optimizer that steps while it is entered."""
 
@@ -40,7 +43,7 @@ class StepInBuckets(InsteadOfStep):
         """Its state is as its own step makes it."""
 
     def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer in self._whole or torch.compiler.is_compiling():
+        if optimizer in self._whole or _is_compiled():
             return
         reason = "its step takes a closure" if closures_of(args, kwargs) else ""
         if reason := reason or why_not(optimizer) or _irregular(optimizer):
@@ -48,7 +51,7 @@ class StepInBuckets(InsteadOfStep):
             self._on_note(f"an optimizer updates all its parameters at once: {reason}")
 
     def _updated(self, optimizer: Optimizer, group: dict[str, Any]) -> Iterator[Tensor]:
-        if optimizer in self._whole or torch.compiler.is_compiling() or group.get("fused"):
+        if optimizer in self._whole or _is_compiled() or group.get("fused"):
             return
         for bucket in _buckets([one for one in group["params"] if one.grad is not None]):
             if _goes_by_pieces(bucket[0]):
@@ -61,6 +64,12 @@ class StepInBuckets(InsteadOfStep):
 
     def _update(self, optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> bool:
         return False  # what is updated by itself needs no bucket
+
+
+def _is_compiled() -> bool:
+    """Whether the step is within a compiled function, perhaps where Dynamo has left it: kernels of
+    the rest, such as the optimizer's code, are not the eager ones there."""
+    return torch.compiler.is_compiling() or _DYNAMO.get_eval_frame_callback() is not None
 
 
 def _irregular(optimizer: Optimizer) -> str:
