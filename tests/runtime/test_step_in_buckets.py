@@ -149,6 +149,15 @@ def test_a_compiled_step_is_left_whole(updates: list[int]) -> None:
     assert not updates and len(job.optimizer.state) == 5
 
 
+def test_what_one_bucket_holds_is_left_whole(
+    monkeypatch: pytest.MonkeyPatch, updates: list[int]
+) -> None:
+    """It is not even looked at: there is nothing to gain."""
+    monkeypatch.setattr(step_in_buckets, "ELEMENTS", 14_572)  # all its elements
+    job = in_buckets(lambda p: optim.AdamW(p, torch.tensor(1e-2))).run()
+    assert not updates and not job.said
+
+
 def test_a_closure(updates: list[int]) -> None:
     job = in_buckets(OPTIMIZERS["adamw"])
     assert job.lever is not None
@@ -194,7 +203,7 @@ def test_temporaries_are_those_of_a_bucket() -> None:
 
 def test_the_plan_says_what_is_left_whole() -> None:
     said: list[tuple[str, str]] = []
-    model = nn.Linear(2, 2)
+    model = nn.Linear(2, 3_000)
     optimizer = optim.Adafactor(model.parameters())
     plan = Plan(step=StepPart(), state=StatePart(share=1.0))
     with plan_in_effect(plan, [], lambda part, text: said.append((part, text))):

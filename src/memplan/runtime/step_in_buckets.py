@@ -43,7 +43,7 @@ class StepInBuckets(InsteadOfStep):
         """Its state is as its own step makes it."""
 
     def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer in self._whole or _is_compiled():
+        if optimizer in self._whole or _is_small(optimizer) or _is_compiled():
             return
         reason = "its step takes a closure" if closures_of(args, kwargs) else ""
         if reason := reason or why_not(optimizer) or _irregular(optimizer):
@@ -51,7 +51,8 @@ class StepInBuckets(InsteadOfStep):
             self._on_note(f"an optimizer updates all its parameters at once: {reason}")
 
     def _updated(self, optimizer: Optimizer, group: dict[str, Any]) -> Iterator[Tensor]:
-        if optimizer in self._whole or _is_compiled() or group.get("fused"):
+        left = optimizer in self._whole or _is_small(optimizer) or _is_compiled()
+        if left or group.get("fused"):
             return
         for bucket in _buckets([one for one in group["params"] if one.grad is not None]):
             if _goes_by_pieces(bucket[0]):
@@ -64,6 +65,12 @@ class StepInBuckets(InsteadOfStep):
 
     def _update(self, optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> bool:
         return False  # what is updated by itself needs no bucket
+
+
+def _is_small(optimizer: Optimizer) -> bool:
+    """Whether one bucket holds all its parameters."""
+    elements: int = sum(one.numel() for group in optimizer.param_groups for one in group["params"])
+    return elements <= ELEMENTS
 
 
 def _is_compiled() -> bool:
