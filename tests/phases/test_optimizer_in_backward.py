@@ -82,6 +82,21 @@ def test_a_plain_loop_allows_them() -> None:
     assert found.reason == "" and (found.parameters, found.gradient_bytes) == (1, WEIGHT)
 
 
+@pytest.mark.parametrize("phase", [Phase.OTHER, Phase.OPTIMIZER])
+@pytest.mark.parametrize("gradient", [True, False])
+def test_what_is_clipped_by_value(gradient: bool, phase: Phase) -> None:
+    """Weights may be, and Rprop clips the sizes of its steps."""
+    loop = Loop()
+    for _ in range(3):
+        loop.forward()
+        loop.backward()
+        loop.op(phase, "clamp_", loop.gradient if gradient else loop.alloc(4))
+        for part in (loop.update, loop.stepped, loop.release):
+            part()
+    found = updates_in_backward(loop.trace())
+    assert not found.reason and found.clips == (gradient and phase == Phase.OTHER)
+
+
 @pytest.mark.parametrize(
     ("between", "says"),
     [

@@ -90,6 +90,14 @@ def hooked(model: Any, optimizer: torch.optim.Optimizer, kept: list[Any]) -> Non
     plainly(model, optimizer, kept)
 
 
+def reading(model: Any, optimizer: torch.optim.Optimizer, kept: list[Any]) -> None:
+    def hook(*_: Any) -> None:
+        kept.extend(float(one.grad.norm()) for one in model.parameters() if one.grad is not None)
+
+    next(model.parameters()).register_hook(hook)
+    plainly(model, optimizer, kept)
+
+
 SAME: list[Train] = [plainly, accumulating, zeroing]
 REFUSED: dict[Train, str] = {
     keeping: "kept over the next one",
@@ -97,6 +105,7 @@ REFUSED: dict[Train, str] = {
     keeping_the_first: "kept over the next one",
     putting_others: "other memory",
     hooked: "a hook waits",
+    reading: "is read in the backward pass",
 }
 
 
@@ -106,13 +115,14 @@ def trained(train: Train, rank: int, *, views: bool) -> tuple[list[Tensor], list
     kept: list[Any] = []
     with GradViews(said.append) if views else nullcontext():
         model, _ = parallel("ddp", 2)
+        assert not model.gradient_as_bucket_view, "copies would have it, and nothing follows them"
         optimizer = torch.optim.AdamW(model.parameters(), 0.01)
         torch.manual_seed(1 + rank)
         try:
             train(model, optimizer, kept)
         except GradViewsError as error:
             said.append(error.message)
-        loss(model)  # after an error the model is usable
+        loss(model.get_submodule("module"))  # after an error the model is usable
         gradients = [one.grad for one in model.parameters() if one.grad is not None]
     shared = len({one.untyped_storage()._cdata for one in gradients}) == 1
     return [one.detach() for one in model.parameters()], kept, shared, "; ".join(said)
@@ -146,6 +156,12 @@ def test_the_same_bits(train: Train, found: list[dict[str, Any]]) -> None:
 def test_what_would_change_a_number_ends_the_job(train: Train, found: list[dict[str, Any]]) -> None:
     for of_rank in found:
         assert REFUSED[train] in of_rank[train.__name__][2]
+
+
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_a_gradient_that_no_rank_adds_to(option: str) -> None:
+    """It stays as it is in each rank, and would be averaged as a view."""
+    assert grad_views._why_not({option: True}) == "some parameters may be unused in a pass"
 
 
 @pytest.mark.parametrize(

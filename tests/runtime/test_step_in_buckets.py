@@ -3,6 +3,7 @@ memory."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn, optim
 
 import memplan.runtime.step_in_buckets as step_in_buckets
 import memplan.runtime.update_by_pieces as update_by_pieces
+from memplan.capturing.patches.job_observer import JobObserver
 from memplan.phases.optimizer_in_backward import peak_of_update
 from memplan.runtime import one_update
 from memplan.runtime.in_effect import plan_in_effect
@@ -100,6 +102,62 @@ def test_a_gradient_that_is_laid_out_differently(updates: list[int]) -> None:
     assert same(*jobs) and updates == [2, 0, 2]
 
 
+def test_weights_that_share_memory(updates: list[int]) -> None:
+    """As `head.weight.data = embedding.weight.data` makes them: each is decayed before either is
+    updated."""
+    found: list[Tensor] = []
+    said: list[str] = []
+    for lever in (None, StepInBuckets(said.append)):
+        weights = [nn.Parameter(torch.linspace(-1, 1, 5_000)) for _ in range(2)]
+        weights[1].data = weights[0].data
+        optimizer = optim.SGD(weights, 0.1, weight_decay=0.1, foreach=True)
+        for weight in weights:
+            weight.grad = torch.linspace(0, 1, 5_000)
+        with lever or nullcontext():
+            optimizer.step()
+        found.append(weights[0].detach())
+    assert "parameters share memory" in said[0] and not updates
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_16_bits_on_the_cpu(dtype: torch.dtype, updates: list[int]) -> None:
+    """There the last elements of a range are rounded in another way."""
+    found: list[Tensor] = []
+    for lever in (None, StepInBuckets()):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(9_100).to(dtype))
+        optimizer = optim.SGD([weight], 0.1, momentum=0.9, weight_decay=0.1)
+        with lever or nullcontext():
+            for _ in range(5):
+                weight.grad = torch.randn(9_100).to(dtype)
+                optimizer.step()
+        found.append(weight.detach())
+    assert torch.equal(*found) and updates == [1] * 5
+
+
+def test_a_compiled_step_is_left_whole(updates: list[int]) -> None:
+    """Its arithmetic is the compiler's, also where a hook ends a graph."""
+    job, observer = in_buckets(OPTIMIZERS["adamw"]), JobObserver()
+    observer.on_steps(lambda _: torch._dynamo.graph_break())
+    assert job.lever is not None
+    with job.lever:
+        for one in job.model.parameters():
+            one.grad = torch.ones_like(one)
+        torch.compile(job.optimizer.step, backend="eager")()
+    observer.close()
+    assert not updates and len(job.optimizer.state) == 5
+
+
+def test_what_one_bucket_holds_is_left_whole(
+    monkeypatch: pytest.MonkeyPatch, updates: list[int]
+) -> None:
+    """It is not even looked at: there is nothing to gain."""
+    monkeypatch.setattr(step_in_buckets, "ELEMENTS", 14_572)  # all its elements
+    job = in_buckets(lambda p: optim.AdamW(p, torch.tensor(1e-2))).run()
+    assert not updates and not job.said
+
+
 def test_a_closure(updates: list[int]) -> None:
     job = in_buckets(OPTIMIZERS["adamw"])
     assert job.lever is not None
@@ -145,7 +203,7 @@ def test_temporaries_are_those_of_a_bucket() -> None:
 
 def test_the_plan_says_what_is_left_whole() -> None:
     said: list[tuple[str, str]] = []
-    model = nn.Linear(2, 2)
+    model = nn.Linear(2, 3_000)
     optimizer = optim.Adafactor(model.parameters())
     plan = Plan(step=StepPart(), state=StatePart(share=1.0))
     with plan_in_effect(plan, [], lambda part, text: said.append((part, text))):

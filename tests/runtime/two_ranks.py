@@ -44,12 +44,16 @@ class Block(nn.Module):
 
 
 def parallel(
-    kind: str, count: int, width: int = 8, dtype: torch.dtype = torch.float32
+    kind: str,
+    count: int,
+    width: int = 8,
+    dtype: torch.dtype = torch.float32,
+    classes: int = 4,
 ) -> tuple[nn.Module, list[Any]]:
     """A model of this rank, and its blocks."""
     torch.manual_seed(0)
     blocks: list[Any] = [Block(width) for _ in range(count)]
-    model = nn.Sequential(*blocks, nn.Linear(width, 4)).to(dtype)
+    model = nn.Sequential(*blocks, nn.Linear(width, classes)).to(dtype)
     mesh = init_device_mesh("cpu", (2,))
     if kind == "ddp":
         return DistributedDataParallel(model), blocks

@@ -70,7 +70,8 @@ class _Step:
         self._row, self._storage = _uses(trace, first, last)
         names = trace.ops.name[first:last]
         clips = [number for number, text in enumerate(trace.strings) if text in _CLIPS]
-        self._clipped = np.isin(names, clips) & (self._phase != Phase.FORWARD)
+        others = (Phase.FORWARD, Phase.OPTIMIZER)  # Rprop clips the sizes of its steps
+        self._clipped = np.isin(names, clips) & ~np.isin(self._phase, others)
         self._events = slice(start, stop)
         is_gradient = trace.storages.role == Role.GRADIENT
         kind, storage = trace.events.kind[start:stop], trace.events.storage[start:stop]
@@ -96,7 +97,8 @@ class _Step:
         )
         reason = next(filter(None, (check() for check in checks)), "")
         total = int(storage_bytes(self._trace)[self._made].sum())
-        return UpdatesInBackward(reason, len(self._made), total, bool(self._clipped.any()))
+        clips = self._clipped[self._row] & np.isin(self._storage, self._made)
+        return UpdatesInBackward(reason, len(self._made), total, bool(clips.any()))
 
     def _keeps(self) -> str:
         kept = self._is_gradient[self._storage] & ~np.isin(self._storage, self._made)

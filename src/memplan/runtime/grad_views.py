@@ -13,7 +13,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -68,6 +68,7 @@ class GradViews:
             reason = "they are views already" if already else _why_not(given.arguments)
             given.arguments[_OPTION] = already or not reason
             real(*given.args, **given.kwargs)
+            setattr(module, _OPTION, already)  # of its copies and pickles, which nothing follows
             if reason:
                 self._on_note(f"gradients are not made views of DDP's buckets: {reason}")
             else:
@@ -90,16 +91,44 @@ class GradViews:
             _check(one)
             one.views.clear()
         try:
-            yield
+            with _unread(id(each) for one in self._followed.values() for each in one.parameters):
+                yield
         finally:
             for one in self._followed.values():
                 one.views.extend(_view(each) for each in one.parameters if each.grad is not None)
 
 
+@contextmanager
+def _unread(parameters: Iterable[int]) -> Iterator[None]:
+    """Within it GradViewsError is raised where Python code, such as a hook, reads the gradient of
+    one of the parameters: it may be divided already, and summed."""
+    known = frozenset(parameters)
+    real: Any = Tensor.grad
+
+    def grad(tensor: Tensor) -> Tensor | None:
+        found: Tensor | None = real.__get__(tensor)
+        if found is not None and id(tensor) in known:
+            raise _error("a gradient is read in the backward pass")
+        return found
+
+    if not known:
+        yield
+        return
+    patches = Patches()
+    patches.set(nn.Parameter, "grad", property(grad, real.__set__, real.__delete__), new=True)
+    try:
+        yield
+    finally:
+        patches.undo()
+
+
 def _why_not(given: dict[str, Any]) -> str:
-    """Why numbers could differ: sums over ranks are divided by their number before or after they
-    are rounded, which is the same for powers of two; and DDP's own mixed precision casts gradients
-    after they are summed."""
+    """Why numbers could differ: a gradient that no rank adds to is averaged only where it is a
+    view; DDP's own mixed precision casts gradients after they are summed; and sums over ranks are
+    divided by their number before or after they are rounded, which is the same for powers of two.
+    """
+    if given.get("find_unused_parameters") or given.get("static_graph"):
+        return "some parameters may be unused in a pass"
     if given.get("mixed_precision") is not None:
         return "DDP is given a mixed precision"
     group = given.get("process_group")

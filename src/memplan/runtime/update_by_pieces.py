@@ -27,10 +27,10 @@ def pieces(elements: int, most: int) -> Iterator[tuple[int, int]]:
 
 @torch.no_grad()
 def update_one(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
-    """What `optimizer.step()` does to the parameter. Of a distributed tensor the rank's part is
-    updated as a plain tensor: DTensor takes much longer to start an operator."""
+    """What `optimizer.step()` does to the parameter. Of a distributed tensor the rank's part, where
+    it has one, is updated as a plain tensor: DTensor takes much longer to start an operator."""
     part = part_of(parameter)
-    if part is parameter:
+    if part is parameter or not part.numel():
         update(optimizer, group, parameter)
     elif not any(other(optimizer, group, parameter) for other in instead):
         update_by_pieces(

@@ -202,6 +202,20 @@ class ScheduledBetween(Loop):
         self.schedule.step()
 
 
+class OwnBetas(Loop):
+    """A list that is changed in place."""
+
+    says = "hyperparameters change"
+
+    def optimize(self) -> Optimizers:
+        optimizers = super().optimize()
+        optimizers[0].param_groups[0]["betas"] = [0.9, 0.99]
+        return optimizers
+
+    def between(self, step: int) -> None:
+        self.optimizers[0].param_groups[0]["betas"][0] -= 0.1
+
+
 class Retained(Loop):
     says = "keeps its graph"
 
@@ -316,7 +330,7 @@ REFUSED: list[Any] = [
     BackwardInClosure, LBFGS,
     OwnOptimizer, Logged, LoggedAfter, WeightsLogged, Evaluated, Hooked, StepHooked, Sparse,
     ScheduledBetween, Retained, Alternating, Reentrant, SkipsTheFirst, Replaced, ReplacedUnseen,
-    TensorRate, StepReplaced, SharedByTwo, UnderAutocast, ReadByBackward,
+    OwnBetas, TensorRate, StepReplaced, SharedByTwo, UnderAutocast, ReadByBackward,
 ]  # fmt: skip
 
 
@@ -355,6 +369,7 @@ class Others(Loop):
 UNDONE: list[type[Loop]] = [
     Clipped, ClippedByValue, Accumulated, AccumulatedAtOnce, Scaled, Closure, Logged, LoggedAfter,
     WeightsLogged, Evaluated, ScheduledBetween, Replaced, ReplacedUnseen, Fails, Skips, Others,
+    OwnBetas,
 ]  # fmt: skip
 
 

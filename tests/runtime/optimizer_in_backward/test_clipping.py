@@ -27,6 +27,7 @@ def trained(
     *,
     planned: float | None = None,
     values: tuple[float, ...] = (VALUE,) * 4,
+    again: float = 0.0,
     foreach: bool | None = None,
     some: bool = False,
 ) -> tuple[list[Tensor], int, list[str]]:
@@ -46,6 +47,8 @@ def trained(
             clipped = list(model.parameters())[1 if some else 0 :]
             if value:
                 nn.utils.clip_grad_value_(clipped, value, foreach=foreach)
+            if again:
+                nn.utils.clip_grad_value_(clipped, again, foreach=foreach)
             optimizer.step()
             optimizer.zero_grad()
     state: list[Any] = [v for p in model.parameters() for v in optimizer.state[p].values()]
@@ -69,6 +72,17 @@ def test_the_same_bits(foreach: bool | None) -> None:
 def test_a_step_that_clips_otherwise_ends_the_job(values: tuple[float, ...], some: bool) -> None:
     with pytest.raises(OptimizerInBackwardError, match="not all clipped"):
         trained(planned=VALUE, values=values, some=some)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize(("first", "again"), [(VALUE, 1.0), (1.0, VALUE)])
+def test_the_smaller_of_two_values_counts(first: float, again: float, foreach: bool) -> None:
+    values = (first,) * 4
+    plain, _, _ = trained(values=values, again=again, foreach=foreach)
+    planned, steps, _ = trained(planned=VALUE, values=values, again=again, foreach=foreach)
+    assert steps == 4 and all(map(torch.equal, plain, planned))
+    with pytest.raises(OptimizerInBackwardError, match="not all clipped"):
+        trained(planned=1.0, values=values, again=again, foreach=foreach)
 
 
 def test_a_plan_without_the_value_leaves_updates_to_the_step() -> None:

@@ -89,8 +89,9 @@ class AppliedGradient(Tensor):
             if all(isinstance(one, AppliedGradient) and one.clips for one in gradients):
                 lower, upper = _CLIPS[func](*args[1:], **(kwargs or {}))
                 for one in gradients:
-                    one.lower = one.lower if lower is None else lower
-                    one.upper = one.upper if upper is None else upper
+                    bounds = [(one.lower, lower), (one.upper, upper)]
+                    given = [[b for b in pair if b is not None] for pair in bounds]
+                    one.lower, one.upper = max(given[0], default=None), min(given[1], default=None)
                 return None if several else args[0]
         raise too_late(f"{func}{where()} asks for a gradient")
 

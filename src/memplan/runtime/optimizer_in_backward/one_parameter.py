@@ -117,5 +117,9 @@ def _dense(parameter: Tensor) -> bool:
 
 
 def settings(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's hyperparameters."""
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+    """A group's hyperparameters, as they are now."""
+    return {
+        name: list(value) if isinstance(value, list) else value
+        for name, value in group.items()
+        if name not in ("params", "param_names")
+    }
