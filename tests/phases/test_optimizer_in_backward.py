@@ -159,6 +159,8 @@ def test_other_jobs_that_have_none() -> None:
     trace = plain().trace()
     summed = replace(trace, strings=[*trace.strings, "DistributedDataParallel.module"])
     assert "sums gradients over ranks" in updates_in_backward(summed).reason
+    compiled = replace(trace, strings=[*trace.strings, "inductor.kernel"])
+    assert "torch.compile" in updates_in_backward(compiled).reason
     assert updates_in_backward(Loop().trace()).reason
     forward = Loop()
     for _ in range(2):

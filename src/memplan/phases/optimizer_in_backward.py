@@ -49,6 +49,8 @@ def updates_in_backward(trace: Trace) -> UpdatesInBackward:
         return UpdatesInBackward("the trace has no optimizer steps with operators")
     if has_buckets(trace):
         return UpdatesInBackward("DistributedDataParallel sums gradients over ranks in buckets")
+    if any(name.startswith("inductor.") for name in trace.strings):
+        return UpdatesInBackward("torch.compile returns gradients all at once")
     step = table.steady if table.steady is not None else len(table) - 1
     return _Step(trace, step, *table[step]).judged()
 

@@ -6,6 +6,10 @@ import math
 
 import msgspec
 
+GRAPH_NODE_BYTES = (0, 16 << 10, 64 << 10)
+"""Low, expected and high bytes of the device for one kernel of an instantiated CUDA graph: the
+driver does not say, and it has not been measured here, hence the wide bounds."""
+
 
 class Stage(msgspec.Struct, frozen=True):
     """Events `[begin, end)` in which a job does something else than train."""

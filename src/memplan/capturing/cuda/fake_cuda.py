@@ -14,6 +14,7 @@ import torch
 from memplan.capturing.cuda.device import set_current_device
 from memplan.capturing.state import CaptureState
 from memplan.types.device import DeviceProfile
+from memplan.types.engines import GRAPH_NODE_BYTES
 from memplan.types.trace import PRIVATE_POOLS, EventKind
 
 _SEGMENT = 2 << 20
@@ -336,9 +337,6 @@ class FakeCuda:
 
 COMPILED_GRAPHS = PRIVATE_POOLS
 """The one pool that all graphs of compiled code share."""
-GRAPH_NODE_BYTES = (0, 16 << 10, 64 << 10)
-"""Low, expected and high bytes of the device for one kernel of an instantiated graph: the driver
-does not say, and it has not been measured here, hence the wide bounds."""
 Pool = tuple[int, int]
 
 

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from memplan.capturing.cuda.fake_cuda import GRAPH_NODE_BYTES
 from memplan.capturing.standins.rules import running
 from memplan.capturing.state import CaptureState
-from memplan.types.engines import Sizes
+from memplan.types.engines import GRAPH_NODE_BYTES, Sizes
 from memplan.types.trace import OUTSIDE, PRIVATE_POOLS, Role
 
 _VOCABULARY_PAD = 64
