@@ -23,11 +23,12 @@ from memplan.fit.nearest import nearest_changes
 from memplan.fit.offload import OffloadPlanner
 from memplan.fit.optimizer_in_backward import with_optimizer_in_backward
 from memplan.fit.plans import Planner, Solver
-from memplan.fit.regions import RegionSearch, is_compiled
+from memplan.fit.regions import RegionSearch
 from memplan.fit.search import Progress, Search
 from memplan.fit.state import Job, MoreNodes, State, first_state
 from memplan.fit.updates import with_smaller_updates
 from memplan.phases import step_graph
+from memplan.phases.optimizer_in_backward import is_compiled
 from memplan.phases.passes import differentiated_bytes, passes_overlap, reads_twice
 from memplan.report.text import format_bytes
 from memplan.types.device import DeviceProfile

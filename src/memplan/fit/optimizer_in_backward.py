@@ -54,9 +54,9 @@ def possible_part(state: State) -> OrderPart | None:
 def with_its_lever(after: State) -> State:
     """A job that was captured with `possible_part` beside another part: with its lever, or without
     it where it was not in effect."""
+    levers = [one for one in after.levers if one.kind != "step" or after.plan.step is not None]
     if after.plan.order is None or "order" in after.captured.trace.meta.unmet:
-        return after.with_parts(order=None)
-    levers = (one for one in after.levers if one.kind != "step")
+        return after.with_parts(order=None).with_levers(*levers)
     return _with_clip_value(after).with_levers(_lever(after), *levers)
 
 

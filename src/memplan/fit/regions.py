@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from memplan.fit.answer import Lever
 from memplan.fit.state import State
+from memplan.phases.optimizer_in_backward import is_compiled
 from memplan.types.errors import NoAnswerError
 from memplan.types.plan import CompiledRegion, RegionsPart
-from memplan.types.trace import Trace
 from memplan.worker.failure import CaptureFailedError
 
 _MOST_CAPTURES = 5
@@ -122,7 +122,3 @@ class RegionSearch:
 def _regions(state: State) -> list[CompiledRegion]:
     part = state.plan.regions
     return part.regions if part else []
-
-
-def is_compiled(trace: Trace) -> bool:
-    return any(name.startswith("inductor.") for name in trace.strings)

@@ -49,7 +49,7 @@ def updates_in_backward(trace: Trace) -> UpdatesInBackward:
         return UpdatesInBackward("the trace has no optimizer steps with operators")
     if has_buckets(trace):
         return UpdatesInBackward("DistributedDataParallel sums gradients over ranks in buckets")
-    if any(name.startswith("inductor.") for name in trace.strings):
+    if is_compiled(trace):
         return UpdatesInBackward("torch.compile returns gradients all at once")
     step = table.steady if table.steady is not None else len(table) - 1
     return _Step(trace, step, *table[step]).judged()
@@ -58,6 +58,11 @@ def updates_in_backward(trace: Trace) -> UpdatesInBackward:
 def has_buckets(trace: Trace) -> bool:
     """Whether a module of the job is one of DistributedDataParallel."""
     return any(name.startswith("DistributedDataParallel") for name in trace.strings)
+
+
+def is_compiled(trace: Trace) -> bool:
+    """Whether kernels of PyTorch Inductor run in the job."""
+    return any(name.startswith("inductor.") for name in trace.strings)
 
 
 class _Step:
